@@ -1,0 +1,47 @@
+"""GPT-2, from scratch in PyTorch: exact, fast, with every attention head in view."""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from .attention import AttentionSteps
+    from .cache import KVCache
+    from .checkpoint import load_model, save_model
+    from .config import GPT2Config
+    from .generation import generate
+    from .language_model import Generation, LanguageModel, load, load_tokenizer
+    from .model import GPT2
+    from .tokenizer import Tokenizer
+
+__version__ = "0.1.0"
+
+# Where each public name lives. It is imported when first used: `import torch` alone costs a second of CPU,
+# and `gpt2attn --help` must not pay it.
+_HOME = {
+    "AttentionSteps": "attention",
+    "GPT2": "model",
+    "GPT2Config": "config",
+    "Generation": "language_model",
+    "KVCache": "cache",
+    "LanguageModel": "language_model",
+    "Tokenizer": "tokenizer",
+    "generate": "generation",
+    "load": "language_model",
+    "load_model": "checkpoint",
+    "load_tokenizer": "language_model",
+    "save_model": "checkpoint",
+}
+
+__all__ = sorted(_HOME)
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(import_module(f".{_HOME[name]}", __name__), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})
