@@ -1,0 +1,115 @@
+"""Attention in five steps, as pure functions of tensors.
+
+    1. project   q, k, v = x W_q, x W_k, x W_v              (the layer's c_attn)
+    2. compare   scores  = q k^T                            (B, H, T, S)
+    3. scale     scaled  = scores * head_dim ** -0.5
+    4. softmax   weights = softmax(scaled + mask)           each row is positive and sums to 1
+    5. mix       output  = weights v                        (B, H, T, D)
+
+Vaswani et al. 2017, "Attention Is All You Need", section 3.2.1. The model runs these functions whenever
+somebody looks; `AttentionSteps` is what they see. Shapes: B batch, H heads, T queries (new tokens),
+S keys (cached and new), D head_dim.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+def causal_mask(n_query: int, n_key: int, device: torch.device | str = "cpu") -> Tensor:
+    """(T, S) booleans, True where a query may look: row i stands at position S - T + i and sees keys 0 to itself."""
+    every = torch.ones(n_query, n_key, dtype=torch.bool, device=device)
+    return every.tril(n_key - n_query)
+
+
+def attention_scores(q: Tensor, k: Tensor) -> Tensor:
+    """(B, H, T, S) dot products of every query with every key."""
+    return torch.matmul(q, k.transpose(-1, -2))
+
+
+def scale_scores(scores: Tensor, scale: float) -> Tensor:
+    """(B, H, T, S) scores times `scale`; a product, as transformers writes it: dividing rounds differently."""
+    return scores * scale
+
+
+def mask_scores(scaled: Tensor, allowed: Tensor | None) -> Tensor:
+    """(B, H, T, S) scaled scores, minus infinity where `allowed` is False."""
+    return scaled if allowed is None else scaled.masked_fill(~allowed, -torch.inf)
+
+
+def attention_weights(masked: Tensor, allowed: Tensor | None) -> Tensor:
+    """(B, H, T, S) softmax over keys; a query that may look nowhere (padding) gets a row of zeros, not NaN."""
+    weights = torch.softmax(masked, dim=-1)
+    if allowed is None:
+        return weights
+    sees_nothing = ~allowed.any(dim=-1, keepdim=True)
+    return weights.masked_fill_(sees_nothing, 0.0) if sees_nothing.any() else weights
+
+
+@dataclass(frozen=True, eq=False)
+class AttentionSteps:
+    """What one attention layer computed, for all its heads.
+
+    `q` (B, H, T, D); `k`, `v` (B, H, S, D), views of the cache where there is one, so copy what you keep;
+    `weights` (B, H, T, S); `output` (B, H, T, D). `scores`, `scaled` and `masked` (B, H, T, S) are computed
+    when asked for, by the functions that gave `weights`: kept for all layers they would be 144 MB a layer at
+    1,000 tokens. `allowed` is the mask, True where a query may look, broadcastable to (B, H, T, S), or None.
+    """
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    scale: float
+    allowed: Tensor | None
+    upcast: bool
+    weights: Tensor
+    output: Tensor
+
+    @property
+    def scores(self) -> Tensor:
+        return attention_scores(*_operands(self.q, self.k, self.upcast))
+
+    @property
+    def scaled(self) -> Tensor:
+        return _scaled(self.q, self.k, self.scale, self.upcast)
+
+    @property
+    def masked(self) -> Tensor:
+        return mask_scores(self.scaled, self.allowed)
+
+
+def attend(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    scale: float,
+    allowed: Tensor | None = None,
+    upcast: bool = False,
+) -> AttentionSteps:
+    """Steps 2 to 5. `q` (B, H, T, D), `k` and `v` (B, H, S, D); `upcast` computes the weights in float32.
+
+    `upcast` is GPT-2's `reorder_and_upcast_attn`: the scale goes into the product, in float32.
+    """
+    masked = mask_scores(_scaled(q, k, scale, upcast), allowed)
+    weights = attention_weights(masked, allowed).to(v.dtype)
+    return AttentionSteps(q, k, v, scale, allowed, upcast, weights, torch.matmul(weights, v))
+
+
+def _operands(q: Tensor, k: Tensor, upcast: bool) -> tuple[Tensor, Tensor]:
+    return (q.float(), k.float()) if upcast else (q, k)
+
+
+def _scaled(q: Tensor, k: Tensor, scale: float, upcast: bool) -> Tensor:
+    if not upcast:
+        return scale_scores(attention_scores(q, k), scale)
+    q, k = _operands(q, k, upcast)
+    batch, heads, n_query, _ = q.shape
+    keys = k.transpose(-1, -2).flatten(0, 1)
+    # alpha inside the product, as transformers does it: scaling afterwards differs in the last bit.
+    zero = q.new_empty(batch * heads, n_query, keys.shape[-1])
+    product = torch.baddbmm(zero, q.flatten(0, 1), keys, beta=0, alpha=scale)
+    return product.view(batch, heads, n_query, -1)

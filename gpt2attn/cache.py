@@ -1,0 +1,122 @@
+"""KVCache: the keys and values of every layer, computed once and reused for each new token.
+
+The caller owns it and hands it to `GPT2.forward`; the model keeps no state. All layers share one `length`,
+which positions, mask and limit checks read. Memory: 2 x n_layer x n_embd x bytes per token and row
+(73,728 bytes a token for GPT-2 small in float32).
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from .config import GPT2Config
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from .model import GPT2
+
+
+class KVCache:
+    """Room for `max_len` tokens (n_positions if None) of `batch_size` rows, allocated once.
+
+    `keys` and `values` are (n_layer, B, H, max_len, D); what lies beyond `length` is not yet written.
+    """
+
+    def __init__(
+        self,
+        config: GPT2Config,
+        batch_size: int = 1,
+        max_len: int | None = None,
+        *,
+        dtype: torch.dtype = torch.float32,
+        device: torch.device | str = "cpu",
+    ) -> None:
+        max_len = config.n_positions if max_len is None else max_len
+        if batch_size < 1 or max_len < 1:
+            raise ValueError(
+                f"A cache needs at least one row and one position, not {batch_size} and {max_len}."
+            )
+        shape = (config.n_layer, batch_size, config.n_head, max_len, config.head_dim)
+        self.keys = torch.empty(shape, dtype=dtype, device=device)
+        self.values = torch.empty(shape, dtype=dtype, device=device)
+        self.length = 0
+        self.padded = False  # some row holds padding, so every later pass needs the mask again
+
+    @classmethod
+    def for_model(cls, model: GPT2, batch_size: int = 1, max_len: int | None = None) -> KVCache:
+        """An empty cache with the model's sizes, dtype and device."""
+        return cls(model.config, batch_size, max_len, dtype=model.dtype, device=model.device)
+
+    @property
+    def batch_size(self) -> int:
+        return self.keys.shape[1]
+
+    @property
+    def max_len(self) -> int:
+        return self.keys.shape[3]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes allocated for keys and values."""
+        return self.keys.nbytes + self.values.nbytes
+
+    def check_room(self, batch_size: int, n_new: int) -> None:
+        """Raise ValueError if `n_new` more tokens of `batch_size` rows do not fit."""
+        if batch_size != self.batch_size:
+            raise ValueError(f"The cache holds {self.batch_size} rows, the input {batch_size}.")
+        if self.length + n_new > self.max_len:
+            raise ValueError(
+                f"The cache holds {self.length} of {self.max_len} tokens, so {n_new} more do not fit; "
+                "make it with a larger max_len or start a new one."
+            )
+
+    def update(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """Store one layer's new `k` and `v` (B, H, T, D); returns views (B, H, length + T, D) of all so far.
+
+        Does not move `length`: the model calls `advance` once, after the last layer, so a pass that is
+        interrupted leaves the cache as it was.
+        """
+        end = self.length + k.shape[2]
+        keys, values = self.keys[layer, :, :, :end], self.values[layer, :, :, :end]
+        keys[:, :, self.length :] = k
+        values[:, :, self.length :] = v
+        return keys, values
+
+    def advance(self, n_new: int) -> None:
+        """Count `n_new` tokens, which every layer has stored, as held."""
+        self.length += n_new
+
+    def truncate(self, length: int) -> None:
+        """Forget everything from position `length` on."""
+        if not 0 <= length <= self.length:
+            raise ValueError(f"Cannot cut a cache of {self.length} tokens to {length}.")
+        self.length = length
+
+    def fork(self) -> KVCache:
+        """An independent copy, for a second continuation of the same text."""
+        return self.select(range(self.batch_size))
+
+    def repeat(self, n: int) -> KVCache:
+        """A new cache with every row `n` times in a row: r0, r0, ..., r1, r1, ..."""
+        return self.select([row for row in range(self.batch_size) for _ in range(n)])
+
+    def select(self, rows: Sequence[int]) -> KVCache:
+        """A new cache whose row i is this one's `rows[i]`: reorders, repeats and drops rows."""
+        bad = [row for row in rows if not 0 <= row < self.batch_size]
+        if bad or not len(rows):
+            raise ValueError(
+                f"Rows {list(rows)} do not name rows of a cache of {self.batch_size} (0 to {self.batch_size - 1})."
+            )
+        index = torch.as_tensor(list(rows), device=self.keys.device)
+        new = object.__new__(KVCache)
+        for name in ("keys", "values"):
+            old = getattr(self, name)
+            buffer = old.new_empty((old.shape[0], len(rows), *old.shape[2:]))
+            buffer[:, :, :, : self.length] = old[:, :, :, : self.length].index_select(1, index)
+            setattr(new, name, buffer)
+        new.length, new.padded = self.length, self.padded
+        return new

@@ -1,0 +1,266 @@
+"""GPT-2, from scratch: `GPT2` and its parts, named as the checkpoint names them.
+
+Radford et al. 2019, "Language Models are Unsupervised Multitask Learners". Shapes in comments:
+B batch, T new tokens (queries), S cached and new tokens (keys), C n_embd, H heads, D head_dim, V vocabulary.
+There is no dropout: this is a model for inference, and a training run of ours does not use it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from .attention import AttentionSteps, attend, causal_mask
+from .cache import KVCache
+from .config import GPT2Config
+from .kernels import Linear
+
+Observer = Callable[[int, AttentionSteps], object]
+
+
+def gelu_new(x: Tensor) -> Tensor:
+    """GPT-2's GELU, by the tanh formula spelled out: F.gelu(approximate="tanh") differs by 3e-5 in the logits."""
+    return 0.5 * x * (1.0 + torch.tanh(math.sqrt(2.0 / math.pi) * (x + 0.044715 * torch.pow(x, 3.0))))
+
+
+def gelu_fast(x: Tensor) -> Tensor:
+    """The same function in transformers' other spelling, which rounds differently."""
+    return 0.5 * x * (1.0 + torch.tanh(x * 0.7978845608 * (1.0 + 0.044715 * x * x)))
+
+
+def _gelu_pytorch_tanh(x: Tensor) -> Tensor:
+    return F.gelu(x, approximate="tanh")
+
+
+ACTIVATION_FUNCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "gelu_new": gelu_new,
+    "gelu": F.gelu,
+    "gelu_fast": gelu_fast,
+    "gelu_pytorch_tanh": _gelu_pytorch_tanh,
+    "relu": F.relu,
+    "silu": F.silu,
+    "swish": F.silu,
+    "tanh": torch.tanh,
+}
+
+
+class Attention(nn.Module):
+    """Masked multi-head self-attention of one layer."""
+
+    def __init__(self, config: GPT2Config, layer: int) -> None:
+        super().__init__()
+        self.layer = layer
+        self.n_head, self.head_dim = config.n_head, config.head_dim
+        self.upcast = config.reorder_and_upcast_attn
+        self.scale = config.head_dim**-0.5 if config.scale_attn_weights else 1.0
+        if config.scale_attn_by_inverse_layer_idx:
+            self.scale /= float(layer + 1)
+        self.c_attn = Linear(config.n_embd, 3 * config.n_embd)
+        self.c_proj = Linear(config.n_embd, config.n_embd)
+
+    def forward(
+        self, x: Tensor, cache: KVCache | None, allowed: Tensor | None, observe: Observer | None
+    ) -> Tensor:
+        B, T, C = x.shape
+        q, k, v = (
+            part.view(B, T, self.n_head, self.head_dim).transpose(1, 2)  # (B, H, T, D)
+            for part in self.c_attn(x).split(C, dim=2)
+        )
+        if cache is not None:
+            k, v = cache.update(self.layer, k, v)  # (B, H, S, D)
+        if observe is None:
+            # is_causal aligns its triangle top left, so it is right only where no keys are cached.
+            output = F.scaled_dot_product_attention(
+                q, k, v, allowed, scale=self.scale, is_causal=allowed is None and T > 1
+            )
+        else:
+            if allowed is None and T > 1:
+                allowed = causal_mask(T, T, x.device)
+            steps = attend(q, k, v, scale=self.scale, allowed=allowed, upcast=self.upcast)
+            observe(self.layer, steps)
+            output = steps.output
+        return self.c_proj(output.transpose(1, 2).reshape(B, T, C))
+
+
+class MLP(nn.Module):
+    """Two matrices with a non-linearity between them, for each position alone."""
+
+    def __init__(self, config: GPT2Config) -> None:
+        super().__init__()
+        self.c_fc = Linear(config.n_embd, config.inner_dim)
+        self.c_proj = Linear(config.inner_dim, config.n_embd)
+        self.activation = ACTIVATION_FUNCTIONS[config.activation_function]
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.c_proj(self.activation(self.c_fc(x)))
+
+
+class Block(nn.Module):
+    """LayerNorm, attention, residual; LayerNorm, MLP, residual. The shape that enters leaves."""
+
+    def __init__(self, config: GPT2Config, layer: int) -> None:
+        super().__init__()
+        self.ln_1 = nn.LayerNorm(config.n_embd, eps=config.layer_norm_epsilon)
+        self.attn = Attention(config, layer)
+        self.ln_2 = nn.LayerNorm(config.n_embd, eps=config.layer_norm_epsilon)
+        self.mlp = MLP(config)
+
+    def forward(
+        self, x: Tensor, cache: KVCache | None, allowed: Tensor | None, observe: Observer | None
+    ) -> Tensor:
+        x = x + self.attn(self.ln_1(x), cache, allowed, observe)
+        return x + self.mlp(self.ln_2(x))
+
+
+class GPT2(nn.Module):
+    """The whole network. A new one has arbitrary weights: see `checkpoint.load_model`."""
+
+    def __init__(self, config: GPT2Config) -> None:
+        super().__init__()
+        self.config = config
+        self.wte = nn.Embedding(config.vocab_size, config.n_embd)
+        self.wpe = nn.Embedding(config.n_positions, config.n_embd)
+        self.h = nn.ModuleList(Block(config, layer) for layer in range(config.n_layer))
+        self.ln_f = nn.LayerNorm(config.n_embd, eps=config.layer_norm_epsilon)
+        if not config.tie_word_embeddings:
+            self.lm_head = nn.Linear(config.n_embd, config.vocab_size, bias=False)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.wte.weight.dtype
+
+    @property
+    def device(self) -> torch.device:
+        return self.wte.weight.device
+
+    def forward(
+        self,
+        ids: Tensor | Sequence[Sequence[int]],
+        *,
+        cache: KVCache | None = None,
+        attention_mask: Tensor | None = None,
+        observe: Observer | None = None,
+    ) -> Tensor:
+        """Logits (B, T, V) for `ids` (B, T).
+
+        `cache` supplies the keys and values of earlier tokens and takes those of `ids`.
+        `attention_mask` (B, cached + T) is 1 for a token and 0 for padding; positions count tokens only, so
+        padded rows give what they give alone. `observe(layer, steps)` is called with each layer's
+        AttentionSteps; if it has an attribute `layers`, only those layers leave the fused kernel.
+
+        Raises ValueError, before any compute, for ids outside the vocabulary, a mask that does not fit, or
+        more tokens than the context or the cache has room for.
+        """
+        return self.unembed(
+            self.hidden(ids, cache=cache, attention_mask=attention_mask, observe=observe)
+        )
+
+    def hidden(
+        self,
+        ids: Tensor | Sequence[Sequence[int]],
+        *,
+        cache: KVCache | None = None,
+        attention_mask: Tensor | None = None,
+        observe: Observer | None = None,
+    ) -> Tensor:
+        """The residual stream after the final LayerNorm, (B, T, C). Arguments and errors as in `forward`."""
+        ids = as_ids(ids, self.config.vocab_size).to(self.device)
+        B, T = ids.shape
+        past = 0 if cache is None else cache.length
+        if cache is not None:
+            cache.check_room(B, T)
+        positions, allowed = self._positions_and_mask(B, T, past, cache, attention_mask)
+        wanted = getattr(observe, "layers", None)
+        x = self.wte(ids) + self.wpe(positions)
+        for layer, block in enumerate(self.h):
+            looked_at = observe is not None and (wanted is None or layer in wanted)
+            x = block(x, cache, allowed, observe if looked_at else None)
+        if cache is not None:
+            cache.advance(T)
+        return self.ln_f(x)
+
+    def unembed(self, x: Tensor) -> Tensor:
+        """Logits (..., V) of residual vectors (..., C): a product with the embedding table, unless untied."""
+        table = self.wte if self.config.tie_word_embeddings else self.lm_head
+        return F.linear(x, table.weight)
+
+    def _positions_and_mask(
+        self, B: int, T: int, past: int, cache: KVCache | None, attention_mask: Tensor | None
+    ) -> tuple[Tensor, Tensor | None]:
+        """Positions (1 or B, T) of the new tokens, and where they may look: None (causal, nothing cached), or booleans."""
+        S = past + T
+        if attention_mask is None:
+            if cache is not None and cache.padded:
+                raise ValueError(
+                    f"The cache holds padding: pass attention_mask of shape ({B}, {S}) again."
+                )
+            self._check_length(S, T, past)
+            positions = torch.arange(past, S, device=self.device)[None]
+            # One query sees everything, and with nothing cached the kernel masks by itself.
+            return positions, None if T == 1 or past == 0 else causal_mask(T, S, self.device)
+        mask = _as_mask(attention_mask, B, S, past).to(self.device)
+        counts = mask.cumsum(dim=1)
+        self._check_length(int(counts[:, -1].max()), T, past)
+        positions = (counts - 1).clamp_(min=0)[:, past:]
+        allowed = causal_mask(T, S, self.device) & mask[:, None, None, :]  # (B, 1, T, S)
+        if cache is not None:
+            cache.padded = cache.padded or not bool(mask.all())
+        return positions, allowed & mask[:, None, past:, None]
+
+    def _check_length(self, n_tokens: int, n_new: int, past: int) -> None:
+        limit = self.config.n_positions
+        if n_tokens > limit:
+            cached = f" after {past} cached ones" if past else ""
+            raise ValueError(
+                f"{n_new} tokens{cached} need {n_tokens} positions, but this model has {limit}; "
+                "shorten the text."
+            )
+
+
+def as_ids(ids: Tensor | Sequence[int] | Sequence[Sequence[int]], vocab_size: int) -> Tensor:
+    """`ids` as an int64 tensor (B, T); one flat row becomes (1, T).
+
+    Raises ValueError for an empty input, unequal rows, numbers that are not whole, or an id outside
+    0 to vocab_size - 1, naming the first one and its place.
+    """
+    try:
+        tensor = torch.as_tensor(ids)
+    except (ValueError, TypeError, OverflowError, RuntimeError):
+        raise ValueError("Token ids must be whole numbers in rows of equal length.") from None
+    if tensor.numel() == 0:
+        raise ValueError("There are no token ids: give at least one token.")
+    if tensor.is_floating_point() or tensor.is_complex() or tensor.dtype == torch.bool:
+        raise ValueError(f"Token ids must be whole numbers, not {tensor.dtype}.")
+    if tensor.dim() == 1:
+        tensor = tensor[None]
+    if tensor.dim() != 2:
+        raise ValueError(f"Token ids must have the shape (batch, tokens), not {tuple(tensor.shape)}.")
+    tensor = tensor.long()
+    low, high = (int(bound) for bound in tensor.aminmax())
+    if low < 0 or high >= vocab_size:
+        row, column = ((tensor < 0) | (tensor >= vocab_size)).nonzero()[0].tolist()
+        raise ValueError(
+            f"Token id {int(tensor[row, column])} (row {row}, position {column}) is outside the vocabulary: "
+            f"ids run from 0 to {vocab_size - 1}."
+        )
+    return tensor
+
+
+def _as_mask(attention_mask: Tensor, B: int, S: int, past: int) -> Tensor:
+    mask = torch.as_tensor(attention_mask)
+    if tuple(mask.shape) != (B, S):
+        cached = f" ({past} cached + {S - past} new)" if past else ""
+        raise ValueError(
+            f"attention_mask has the shape {tuple(mask.shape)}, but {(B, S)}{cached} is needed."
+        )
+    if not bool(((mask == 0) | (mask == 1)).all()):
+        raise ValueError("attention_mask must hold 1 for tokens and 0 for padding, nothing else.")
+    mask = mask.bool()
+    empty = (~mask.any(dim=1)).nonzero()
+    if len(empty):
+        raise ValueError(f"attention_mask row {int(empty[0])} is all padding: it needs one token.")
+    return mask
