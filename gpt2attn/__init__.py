@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from .attention import AttentionSteps
     from .cache import KVCache
+    from .capture import AttentionMaps, attention_maps
     from .checkpoint import load_model, save_model
     from .config import GPT2Config
     from .generation import generate
@@ -15,9 +16,10 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 
-# Where each public name lives. It is imported when first used: `import torch` alone costs a second of CPU,
-# and `gpt2attn --help` must not pay it.
+# Where each public name lives. It is imported when first used: `import torch` alone costs a second
+# of CPU, and `gpt2attn --help` must not pay it.
 _HOME = {
+    "AttentionMaps": "capture",
     "AttentionSteps": "attention",
     "GPT2": "model",
     "GPT2Config": "config",
@@ -25,6 +27,7 @@ _HOME = {
     "KVCache": "cache",
     "LanguageModel": "language_model",
     "Tokenizer": "tokenizer",
+    "attention_maps": "capture",
     "generate": "generation",
     "load": "language_model",
     "load_model": "checkpoint",

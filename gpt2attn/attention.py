@@ -6,9 +6,9 @@
     4. softmax   weights = softmax(scaled + mask)           each row is positive and sums to 1
     5. mix       output  = weights v                        (B, H, T, D)
 
-Vaswani et al. 2017, "Attention Is All You Need", section 3.2.1. The model runs these functions whenever
-somebody looks; `AttentionSteps` is what they see. Shapes: B batch, H heads, T queries (new tokens),
-S keys (cached and new), D head_dim.
+Vaswani et al. 2017, "Attention Is All You Need", section 3.2.1. The model runs these functions
+whenever somebody looks; `AttentionSteps` is what they see. Shapes: B batch, H heads, T queries (new
+tokens), S keys (cached and new), D head_dim.
 """
 
 from __future__ import annotations
@@ -20,7 +20,11 @@ from torch import Tensor
 
 
 def causal_mask(n_query: int, n_key: int, device: torch.device | str = "cpu") -> Tensor:
-    """(T, S) booleans, True where a query may look: row i stands at position S - T + i and sees keys 0 to itself."""
+    """(T, S) booleans, True where a query may look.
+
+    The queries are the last T of S tokens: row i stands at position S - T + i and sees keys up to
+    there.
+    """
     every = torch.ones(n_query, n_key, dtype=torch.bool, device=device)
     return every.tril(n_key - n_query)
 
@@ -31,8 +35,8 @@ def attention_scores(q: Tensor, k: Tensor) -> Tensor:
 
 
 def scale_scores(scores: Tensor, scale: float) -> Tensor:
-    """(B, H, T, S) scores times `scale`; a product, as transformers writes it: dividing rounds differently."""
-    return scores * scale
+    """(B, H, T, S) scores times `scale`."""
+    return scores * scale  # as transformers writes it: dividing by the root rounds differently
 
 
 def mask_scores(scaled: Tensor, allowed: Tensor | None) -> Tensor:
@@ -41,7 +45,7 @@ def mask_scores(scaled: Tensor, allowed: Tensor | None) -> Tensor:
 
 
 def attention_weights(masked: Tensor, allowed: Tensor | None) -> Tensor:
-    """(B, H, T, S) softmax over keys; a query that may look nowhere (padding) gets a row of zeros, not NaN."""
+    """(B, H, T, S) softmax over keys; a query that may look nowhere (padding) gets a row of zeros."""
     weights = torch.softmax(masked, dim=-1)
     if allowed is None:
         return weights
@@ -53,10 +57,11 @@ def attention_weights(masked: Tensor, allowed: Tensor | None) -> Tensor:
 class AttentionSteps:
     """What one attention layer computed, for all its heads.
 
-    `q` (B, H, T, D); `k`, `v` (B, H, S, D), views of the cache where there is one, so copy what you keep;
-    `weights` (B, H, T, S); `output` (B, H, T, D). `scores`, `scaled` and `masked` (B, H, T, S) are computed
-    when asked for, by the functions that gave `weights`: kept for all layers they would be 144 MB a layer at
-    1,000 tokens. `allowed` is the mask, True where a query may look, broadcastable to (B, H, T, S), or None.
+    `q` (B, H, T, D); `k`, `v` (B, H, S, D), views of the cache where there is one, so copy what you
+    keep; `weights` (B, H, T, S); `output` (B, H, T, D). `scores`, `scaled` and `masked` (B, H, T,
+    S) are computed when asked for, by the functions that gave `weights`: kept for all layers they
+    would be 144 MB a layer at 1,000 tokens. `allowed` is the mask, True where a query may look,
+    broadcastable to (B, H, T, S), or None.
     """
 
     q: Tensor
@@ -90,9 +95,9 @@ def attend(
     allowed: Tensor | None = None,
     upcast: bool = False,
 ) -> AttentionSteps:
-    """Steps 2 to 5. `q` (B, H, T, D), `k` and `v` (B, H, S, D); `upcast` computes the weights in float32.
+    """Steps 2 to 5, for `q` (B, H, T, D) and `k`, `v` (B, H, S, D).
 
-    `upcast` is GPT-2's `reorder_and_upcast_attn`: the scale goes into the product, in float32.
+    `upcast` is GPT-2's `reorder_and_upcast_attn`: weights in float32, the scale inside the product.
     """
     masked = mask_scores(_scaled(q, k, scale, upcast), allowed)
     weights = attention_weights(masked, allowed).to(v.dtype)

@@ -1,8 +1,8 @@
 """KVCache: the keys and values of every layer, computed once and reused for each new token.
 
-The caller owns it and hands it to `GPT2.forward`; the model keeps no state. All layers share one `length`,
-which positions, mask and limit checks read. Memory: 2 x n_layer x n_embd x bytes per token and row
-(73,728 bytes a token for GPT-2 small in float32).
+The caller owns it and hands it to `GPT2.forward`; the model keeps no state. All layers share one
+`length`, which positions, mask and limit checks read. Memory: 2 x n_layer x n_embd x bytes per
+token and row (73,728 bytes a token for GPT-2 small in float32).
 """
 
 from __future__ import annotations
@@ -23,7 +23,8 @@ if TYPE_CHECKING:
 class KVCache:
     """Room for `max_len` tokens (n_positions if None) of `batch_size` rows, allocated once.
 
-    `keys` and `values` are (n_layer, B, H, max_len, D); what lies beyond `length` is not yet written.
+    `keys` and `values` are (n_layer, B, H, max_len, D); what lies beyond `length` is not yet
+    written.
     """
 
     def __init__(
@@ -70,15 +71,15 @@ class KVCache:
             raise ValueError(f"The cache holds {self.batch_size} rows, the input {batch_size}.")
         if self.length + n_new > self.max_len:
             raise ValueError(
-                f"The cache holds {self.length} of {self.max_len} tokens, so {n_new} more do not fit; "
-                "make it with a larger max_len or start a new one."
+                f"The cache holds {self.length} of {self.max_len} tokens, so {n_new} more do not "
+                "fit; make it with a larger max_len or start a new one."
             )
 
     def update(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """Store one layer's new `k` and `v` (B, H, T, D); returns views (B, H, length + T, D) of all so far.
+        """Store one layer's new `k`, `v` (B, H, T, D); returns views of all (B, H, length + T, D).
 
-        Does not move `length`: the model calls `advance` once, after the last layer, so a pass that is
-        interrupted leaves the cache as it was.
+        Does not move `length`: the model calls `advance` once, after the last layer, so a pass that
+        is interrupted leaves the cache as it was.
         """
         end = self.length + k.shape[2]
         keys, values = self.keys[layer, :, :, :end], self.values[layer, :, :, :end]
@@ -109,7 +110,7 @@ class KVCache:
         bad = [row for row in rows if not 0 <= row < self.batch_size]
         if bad or not len(rows):
             raise ValueError(
-                f"Rows {list(rows)} do not name rows of a cache of {self.batch_size} (0 to {self.batch_size - 1})."
+                f"Rows {list(rows)} are not there: the cache has the rows 0 to {self.batch_size - 1}."
             )
         index = torch.as_tensor(list(rows), device=self.keys.device)
         new = object.__new__(KVCache)

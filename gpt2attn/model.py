@@ -1,8 +1,9 @@
 """GPT-2, from scratch: `GPT2` and its parts, named as the checkpoint names them.
 
-Radford et al. 2019, "Language Models are Unsupervised Multitask Learners". Shapes in comments:
-B batch, T new tokens (queries), S cached and new tokens (keys), C n_embd, H heads, D head_dim, V vocabulary.
-There is no dropout: this is a model for inference, and a training run of ours does not use it.
+Radford et al. 2019, "Language Models are Unsupervised Multitask Learners".
+
+Shapes: B batch, T new tokens (queries), S cached and new tokens (keys), C n_embd, H heads,
+D head_dim, V vocabulary. There is no dropout, so training mode computes the same.
 """
 
 from __future__ import annotations
@@ -19,12 +20,22 @@ from .cache import KVCache
 from .config import GPT2Config
 from .kernels import Linear
 
+# observe(layer, steps) reads what a layer computed.
 Observer = Callable[[int, AttentionSteps], object]
+# edit(layer, site, x) returns what the pass goes on with in place of x. Sites: "heads", the outputs
+# of a layer's heads before c_proj (B, H, T, D), and "block", the residual stream that leaves a
+# block (B, T, C).
+Edit = Callable[[int, str, Tensor], Tensor]
 
 
 def gelu_new(x: Tensor) -> Tensor:
-    """GPT-2's GELU, by the tanh formula spelled out: F.gelu(approximate="tanh") differs by 3e-5 in the logits."""
-    return 0.5 * x * (1.0 + torch.tanh(math.sqrt(2.0 / math.pi) * (x + 0.044715 * torch.pow(x, 3.0))))
+    """GPT-2's GELU (Hendrycks & Gimpel 2016), in the tanh form.
+
+    Spelled out, as in transformers: F.gelu(approximate="tanh") rounds differently, by 3e-5 in
+    logits.
+    """
+    inner = math.sqrt(2.0 / math.pi) * (x + 0.044715 * torch.pow(x, 3.0))
+    return 0.5 * x * (1.0 + torch.tanh(inner))
 
 
 def gelu_fast(x: Tensor) -> Tensor:
@@ -63,7 +74,12 @@ class Attention(nn.Module):
         self.c_proj = Linear(config.n_embd, config.n_embd)
 
     def forward(
-        self, x: Tensor, cache: KVCache | None, allowed: Tensor | None, observe: Observer | None
+        self,
+        x: Tensor,
+        cache: KVCache | None,
+        allowed: Tensor | None,
+        observe: Observer | None,
+        edit: Edit | None,
     ) -> Tensor:
         B, T, C = x.shape
         q, k, v = (
@@ -83,6 +99,8 @@ class Attention(nn.Module):
             steps = attend(q, k, v, scale=self.scale, allowed=allowed, upcast=self.upcast)
             observe(self.layer, steps)
             output = steps.output
+        if edit is not None:
+            output = edit(self.layer, "heads", output)
         return self.c_proj(output.transpose(1, 2).reshape(B, T, C))
 
 
@@ -104,16 +122,29 @@ class Block(nn.Module):
 
     def __init__(self, config: GPT2Config, layer: int) -> None:
         super().__init__()
+        self.layer = layer
         self.ln_1 = nn.LayerNorm(config.n_embd, eps=config.layer_norm_epsilon)
         self.attn = Attention(config, layer)
         self.ln_2 = nn.LayerNorm(config.n_embd, eps=config.layer_norm_epsilon)
         self.mlp = MLP(config)
 
     def forward(
-        self, x: Tensor, cache: KVCache | None, allowed: Tensor | None, observe: Observer | None
+        self,
+        x: Tensor,
+        cache: KVCache | None,
+        allowed: Tensor | None,
+        observe: Observer | None,
+        edit: Edit | None,
     ) -> Tensor:
-        x = x + self.attn(self.ln_1(x), cache, allowed, observe)
-        return x + self.mlp(self.ln_2(x))
+        x = x + self.attn(self.ln_1(x), cache, allowed, observe, edit)
+        x = x + self.mlp(self.ln_2(x))
+        return x if edit is None else edit(self.layer, "block", x)
+
+
+def _table(rows: int, width: int) -> nn.Embedding:
+    # Without the random start of nn.Embedding(rows, width): on the meta device, where a
+    # checkpoint's model is built, that imports 800 modules of torch and takes a second.
+    return nn.Embedding.from_pretrained(torch.empty(rows, width), freeze=False)
 
 
 class GPT2(nn.Module):
@@ -122,8 +153,8 @@ class GPT2(nn.Module):
     def __init__(self, config: GPT2Config) -> None:
         super().__init__()
         self.config = config
-        self.wte = nn.Embedding(config.vocab_size, config.n_embd)
-        self.wpe = nn.Embedding(config.n_positions, config.n_embd)
+        self.wte = _table(config.vocab_size, config.n_embd)
+        self.wpe = _table(config.n_positions, config.n_embd)
         self.h = nn.ModuleList(Block(config, layer) for layer in range(config.n_layer))
         self.ln_f = nn.LayerNorm(config.n_embd, eps=config.layer_norm_epsilon)
         if not config.tie_word_embeddings:
@@ -144,19 +175,21 @@ class GPT2(nn.Module):
         cache: KVCache | None = None,
         attention_mask: Tensor | None = None,
         observe: Observer | None = None,
+        edit: Edit | None = None,
     ) -> Tensor:
         """Logits (B, T, V) for `ids` (B, T).
 
         `cache` supplies the keys and values of earlier tokens and takes those of `ids`.
-        `attention_mask` (B, cached + T) is 1 for a token and 0 for padding; positions count tokens only, so
-        padded rows give what they give alone. `observe(layer, steps)` is called with each layer's
-        AttentionSteps; if it has an attribute `layers`, only those layers leave the fused kernel.
+        `attention_mask` (B, cached + T) is 1 for a token and 0 for padding; positions count tokens
+        only, so padded rows give what they give alone. `observe(layer, steps)` is called with each
+        layer's AttentionSteps; if it has an attribute `layers`, only those layers leave the fused
+        kernel. `edit(layer, site, x)` replaces activations; see `edits` for ready ones.
 
-        Raises ValueError, before any compute, for ids outside the vocabulary, a mask that does not fit, or
-        more tokens than the context or the cache has room for.
+        Raises ValueError, before any compute, for ids outside the vocabulary, a mask that does not
+        fit, or more tokens than the context or the cache has room for.
         """
         return self.unembed(
-            self.hidden(ids, cache=cache, attention_mask=attention_mask, observe=observe)
+            self.hidden(ids, cache=cache, attention_mask=attention_mask, observe=observe, edit=edit)
         )
 
     def hidden(
@@ -166,8 +199,9 @@ class GPT2(nn.Module):
         cache: KVCache | None = None,
         attention_mask: Tensor | None = None,
         observe: Observer | None = None,
+        edit: Edit | None = None,
     ) -> Tensor:
-        """The residual stream after the final LayerNorm, (B, T, C). Arguments and errors as in `forward`."""
+        """The residual stream (B, T, C) after the final LayerNorm; arguments as in `forward`."""
         ids = as_ids(ids, self.config.vocab_size).to(self.device)
         B, T = ids.shape
         past = 0 if cache is None else cache.length
@@ -178,20 +212,23 @@ class GPT2(nn.Module):
         x = self.wte(ids) + self.wpe(positions)
         for layer, block in enumerate(self.h):
             looked_at = observe is not None and (wanted is None or layer in wanted)
-            x = block(x, cache, allowed, observe if looked_at else None)
+            x = block(x, cache, allowed, observe if looked_at else None, edit)
         if cache is not None:
             cache.advance(T)
         return self.ln_f(x)
 
     def unembed(self, x: Tensor) -> Tensor:
-        """Logits (..., V) of residual vectors (..., C): a product with the embedding table, unless untied."""
+        """Logits (..., V) of (..., C): a product with the embedding table, unless untied."""
         table = self.wte if self.config.tie_word_embeddings else self.lm_head
         return F.linear(x, table.weight)
 
     def _positions_and_mask(
         self, B: int, T: int, past: int, cache: KVCache | None, attention_mask: Tensor | None
     ) -> tuple[Tensor, Tensor | None]:
-        """Positions (1 or B, T) of the new tokens, and where they may look: None (causal, nothing cached), or booleans."""
+        """Positions (1 or B, T) of the new tokens, and where they may look.
+
+        None means causal with nothing cached, which the kernels do by themselves.
+        """
         S = past + T
         if attention_mask is None:
             if cache is not None and cache.padded:
@@ -238,14 +275,16 @@ def as_ids(ids: Tensor | Sequence[int] | Sequence[Sequence[int]], vocab_size: in
     if tensor.dim() == 1:
         tensor = tensor[None]
     if tensor.dim() != 2:
-        raise ValueError(f"Token ids must have the shape (batch, tokens), not {tuple(tensor.shape)}.")
+        raise ValueError(
+            f"Token ids must have the shape (batch, tokens), not {tuple(tensor.shape)}."
+        )
     tensor = tensor.long()
     low, high = (int(bound) for bound in tensor.aminmax())
     if low < 0 or high >= vocab_size:
         row, column = ((tensor < 0) | (tensor >= vocab_size)).nonzero()[0].tolist()
         raise ValueError(
-            f"Token id {int(tensor[row, column])} (row {row}, position {column}) is outside the vocabulary: "
-            f"ids run from 0 to {vocab_size - 1}."
+            f"Token id {int(tensor[row, column])} (row {row}, position {column}) is outside the "
+            f"vocabulary: ids run from 0 to {vocab_size - 1}."
         )
     return tensor
 

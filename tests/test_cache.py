@@ -104,7 +104,7 @@ def test_select_and_repeat_rearrange_rows(model, ids):
     twice = model(ids[[0, 0, 1, 1], 4:], cache=cache.repeat(2))
     torch.testing.assert_close(twice, model(ids[[0, 0, 1, 1]])[:, 4:], **CLOSE)
     for bad in ([], [2], [-1]):
-        with pytest.raises(ValueError, match="do not name rows"):
+        with pytest.raises(ValueError, match="the cache has the rows 0 to 1"):
             cache.select(bad)
 
 

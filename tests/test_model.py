@@ -70,7 +70,8 @@ def test_d19_scaling_flags_reach_every_path(tmp_path, scaled, inverse, upcast):
     assert torch.equal(logits, eager.logits)
     assert torch.equal(maps, torch.stack(eager.attentions))
     assert torch.equal(model(ids), reference(folder, "sdpa")(ids, use_cache=False).logits)
-    # The default pair would pass unnoticed if a flag were dropped, so the others must differ from it.
+    # The default pair would pass unnoticed if a flag were dropped, so the others must differ from
+    # it.
     if (scaled, inverse) != (True, False):
         default = load_model(write_checkpoint(tmp_path / "default", {}))
         assert (default(ids) - logits).abs().max() > 0.1
@@ -161,7 +162,8 @@ class TestPadding:
         for i, row in enumerate(rows):
             real = mask[i].bool()
             alone, alone_maps = observed(model, row)
-            # Other batch sizes run other kernels: rounding of float32, far below a fault's 0.1 to 5.
+            # Other batch sizes run other kernels: rounding of float32, far below a fault's 0.1 to
+            # 5.
             torch.testing.assert_close(logits[i, real], alone[0], rtol=0, atol=1e-4)
             torch.testing.assert_close(fused[i, real], alone[0], rtol=0, atol=1e-4)
             torch.testing.assert_close(
@@ -181,7 +183,9 @@ class TestPadding:
         assert torch.equal(results[0], results[2])
 
     def test_padding_does_not_use_up_the_context(self, model):
-        """16 columns of which a row fills 3: its positions are 0 to 2, and more columns than n_positions fit."""
+        """16 columns of which a row fills 3: its positions are 0 to 2, and more columns than
+        n_positions fit.
+        """
         ids, mask, rows = self.padded([3], "left")
         ids = torch.cat([torch.zeros(1, 16, dtype=torch.long), ids], dim=1)
         mask = torch.cat([torch.zeros(1, 16, dtype=torch.long), mask], dim=1)
