@@ -1,0 +1,273 @@
+"""Capture: attention maps kept while the model's own forward pass makes them.
+
+A `Recorder` is an observer: the model calls it with the very tensors it uses, and it copies the
+layers, heads and stages that were asked for. `attention_maps` runs it over a prompt; generation
+runs it over every step. What comes out is an `AttentionMaps`: tensors, token ids, labels, and where
+they came from.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import platform
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from . import __version__
+from .attention import AttentionSteps
+from .model import GPT2, as_ids
+
+STAGES = ("scores", "scaled", "masked", "weights")
+MASK_RULE = "minus infinity is added to scaled scores above the diagonal and at padding"
+
+
+@dataclass(frozen=True, eq=False)
+class AttentionMaps:
+    """Attention of a batch of texts: `stages[name]` is (layer, batch, head, query, key).
+
+    Row r of a map says how token r spreads its attention over the tokens up to itself: with the
+    stage "weights" it is positive and sums to 1. Shorter texts stand at the right, and their
+    padding is 0; `maps[i]` is text i alone, without padding. `layers` and `heads` say which ones
+    the axes hold. `labels[b]` and `ids[b]` are the real tokens of text b, the first
+    `prompt_lengths[b]` of them given, the others generated.
+    """
+
+    stages: dict[str, Tensor]
+    layers: list[int]
+    heads: list[int]
+    ids: list[list[int]]
+    labels: list[list[str]]
+    prompt_lengths: list[int]
+    metadata: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def weights(self) -> Tensor:
+        """The softmax weights (layer, batch, head, query, key); ValueError if not captured."""
+        return self.stage("weights")
+
+    def stage(self, name: str) -> Tensor:
+        """One captured stage; raises ValueError naming those that there are."""
+        if name not in self.stages:
+            raise ValueError(f"The stage {name!r} was not captured, only {', '.join(self.stages)}.")
+        return self.stages[name]
+
+    def head(self, layer: int, head: int, *, text: int = 0, stage: str = "weights") -> Tensor:
+        """The (query, key) map of one head of one text, unpadded; numbers as in the model."""
+        for kind, number, kept in (("layer", layer, self.layers), ("head", head, self.heads)):
+            if number not in kept:
+                raise ValueError(f"{kind} {number} was not captured, only {_ranges(kept)}.")
+        n = len(self.ids[text])
+        map = self.stage(stage)[self.layers.index(layer), text, self.heads.index(head)]
+        return map[map.shape[0] - n :, map.shape[1] - n :]
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+    def __getitem__(self, index: int) -> AttentionMaps:
+        """Text `index` alone: square maps without padding, with a batch axis of 1."""
+        index = range(len(self))[index]
+        n = len(self.ids[index])
+        stages = {
+            name: values[:, index : index + 1, :, values.shape[3] - n :, values.shape[4] - n :]
+            for name, values in self.stages.items()
+        }
+        return replace(
+            self,
+            stages=stages,
+            ids=[self.ids[index]],
+            labels=[self.labels[index]],
+            prompt_lengths=[self.prompt_lengths[index]],
+        )
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, AttentionMaps):
+            return NotImplemented
+        return (
+            self._header() == other._header()
+            and self.stages.keys() == other.stages.keys()
+            and all(
+                mine.dtype == other.stages[name].dtype and torch.equal(mine, other.stages[name])
+                for name, mine in self.stages.items()
+            )
+        )
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def _header(self) -> tuple[Any, ...]:
+        return (
+            self.layers, self.heads, self.ids, self.labels, self.prompt_lengths, self.metadata,
+        )  # fmt: skip
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write .safetensors, .npz, .json or .csv, by the path's suffix; see `dump`."""
+        from .dump import save_maps
+
+        save_maps(self, Path(path))
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str]) -> AttentionMaps:
+        """The object that `save` wrote; raises ValueError if the file is something else."""
+        from .dump import load_maps
+
+        return load_maps(Path(path))
+
+
+class Recorder:
+    """An observer that keeps chosen stages of chosen heads, over one pass or many with a cache.
+
+    Room for `n_tokens` of `batch_size` rows is set aside at once, but takes memory only as it is
+    written. `done` is the number of tokens seen so far.
+    """
+
+    def __init__(
+        self,
+        model: GPT2,
+        batch_size: int,
+        n_tokens: int,
+        *,
+        layers: Sequence[int] | None = None,
+        heads: Sequence[int] | None = None,
+        stages: Iterable[str] = ("weights",),
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        self.layers = chosen(layers, model.config.n_layer, "layer")
+        self.heads = chosen(heads, model.config.n_head, "head")
+        shape = (len(self.layers), batch_size, len(self.heads), n_tokens, n_tokens)
+        self.stages = {
+            name: _untouched_zeros(shape, dtype or model.dtype) for name in known_stages(stages)
+        }
+        self.done = 0
+        self._all_heads = len(self.heads) == model.config.n_head
+
+    def __call__(self, layer: int, steps: AttentionSteps) -> None:
+        n_query, n_key = steps.weights.shape[-2:]
+        self.done = n_key
+        for name, buffer in self.stages.items():
+            values = kept(steps, name, None if self._all_heads else self.heads)
+            buffer[self.layers.index(layer), :, :, n_key - n_query : n_key, :n_key] = values
+
+
+def _untouched_zeros(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    """Zeros that take memory page by page as they are written; torch.zeros writes them all."""
+    return (
+        torch.from_numpy(np.zeros(math.prod(shape) * dtype.itemsize, np.uint8))
+        .view(dtype)
+        .view(shape)
+    )
+
+
+def kept(steps: AttentionSteps, stage: str, heads: list[int] | None) -> Tensor:
+    """One stage (B, H, T, S) of what a layer computed, for some heads (None: all), padding at 0."""
+    if stage == "weights":
+        return steps.weights if heads is None else steps.weights[:, heads]
+    if heads is not None:
+        steps = replace(steps, q=steps.q[:, heads], k=steps.k[:, heads])
+    values = getattr(steps, stage)
+    if steps.allowed is None or steps.allowed.dim() == 2:
+        return values
+    # Scores of padding are numbers without meaning. A column nobody may look at, and a row that may
+    # look nowhere, are padding; the causal mask alone never makes either.
+    real = steps.allowed.any(-1, keepdim=True) & steps.allowed.any(-2, keepdim=True)
+    return values.masked_fill(~real, 0.0)
+
+
+@torch.no_grad()
+def attention_maps(
+    model: GPT2,
+    ids: Tensor | Sequence[int] | Sequence[Sequence[int]],
+    layers: Sequence[int] | None = None,
+    heads: Sequence[int] | None = None,
+    attention_mask: Tensor | None = None,
+    *,
+    stages: Iterable[str] = ("weights",),
+    dtype: torch.dtype | None = None,
+    labels: Sequence[Sequence[str]] | None = None,
+    metadata: dict[str, Any] | None = None,
+) -> AttentionMaps:
+    """The attention maps of a batch of `ids` (B, T), for some `layers` and `heads` (None: all).
+
+    Selection comes before keeping: one layer costs one layer's memory, and the others stay on the
+    fused kernel (whose rounding, some 1e-6, reaches the layers after them); no logits are made.
+    `attention_mask` (B, T) marks padding, on the left, with 0. `stages` are of "scores", "scaled",
+    "masked", "weights"; `dtype` is that of the kept numbers (None: the model's). Negative layers
+    and heads count from the end. Raises ValueError for what does not exist.
+    """
+    ids = as_ids(ids, model.config.vocab_size)
+    rows = ids.tolist()
+    if attention_mask is not None:
+        mask = torch.as_tensor(attention_mask)
+        if mask.dim() == 2 and (mask.diff(dim=1) < 0).any():
+            raise ValueError("attention_mask must have its padding (0) on the left of each row.")
+        rows = [row[len(row) - int(n) :] for row, n in zip(rows, mask.sum(1), strict=True)]
+    recorder = Recorder(model, *ids.shape, layers=layers, heads=heads, stages=stages, dtype=dtype)
+    model.hidden(ids, attention_mask=attention_mask, observe=recorder)
+    return AttentionMaps(
+        recorder.stages,
+        recorder.layers,
+        recorder.heads,
+        rows,
+        [list(row) for row in labels] if labels else [[f"#{id}" for id in row] for row in rows],
+        [len(row) for row in rows],
+        {**provenance(model), **(metadata or {})},
+    )
+
+
+def provenance(model: GPT2) -> dict[str, Any]:
+    """What a dump says of how its numbers were made."""
+    return {
+        "dtype": str(model.dtype).removeprefix("torch."),
+        "device": model.device.type,
+        "torch": torch.__version__,
+        "gpt2attn": __version__,
+        "python": platform.python_version(),
+        "mask": MASK_RULE,
+    }
+
+
+def chosen(numbers: Sequence[int] | None, count: int, kind: str) -> list[int]:
+    """The layers or heads that `numbers` name: None is all, negative ones count from the end.
+
+    Raises ValueError, with the legal range, for one that does not exist.
+    """
+    if numbers is None:
+        return list(range(count))
+    bad = [
+        n
+        for n in numbers
+        if isinstance(n, bool) or not isinstance(n, int) or not -count <= n < count
+    ]
+    if bad or not len(numbers):
+        raise ValueError(
+            f"{kind} {bad[0] if bad else 'list'} is not there: "
+            f"this model has the {kind}s 0 to {count - 1}."
+        )
+    return list(dict.fromkeys(n % count for n in numbers))
+
+
+def known_stages(stages: Iterable[str]) -> list[str]:
+    """Stage names as a list; raises ValueError naming one that does not exist."""
+    names = [stages] if isinstance(stages, str) else list(stages)
+    bad = [name for name in names if name not in STAGES]
+    if bad or not names:
+        raise ValueError(
+            f"The stage {bad[0] if bad else ''!r} does not exist; there are {', '.join(STAGES)}."
+        )
+    return names
+
+
+def _ranges(numbers: Sequence[int]) -> str:
+    """Numbers as a person writes them: 0-3, 7."""
+    parts: list[list[int]] = []
+    for n in numbers:
+        if parts and n == parts[-1][-1] + 1:
+            parts[-1] = [parts[-1][0], n]
+        else:
+            parts.append([n])
+    return ", ".join("-".join(map(str, part)) for part in parts)

@@ -1,0 +1,53 @@
+"""Input files of many texts, one record a line: .txt, or .jsonl with a string or {"text": ...} on
+each line.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+
+class Record(NamedTuple):
+    """One text and the number of its line, counted from 1."""
+
+    line: int
+    text: str
+
+
+def read_records(path: Path) -> Iterator[Record]:
+    """The records of `path` in order; blank lines are passed over.
+
+    Raises ValueError, naming file and line, for another suffix, text that is not UTF-8, or a line
+    of .jsonl that holds no text.
+    """
+    if path.suffix.lower() not in (".txt", ".jsonl"):
+        raise ValueError(
+            f"{path} must end in .txt (one text a line) or .jsonl (one JSON value a line)."
+        )
+    is_json = path.suffix.lower() == ".jsonl"
+    with path.open("rb") as file:
+        # Lines end at a newline only: str.splitlines would also cut at form feeds and U+2028.
+        for number, raw in enumerate(file, 1):
+            try:
+                line = raw.decode("utf-8").removesuffix("\n").removesuffix("\r")
+            except UnicodeDecodeError as error:
+                raise ValueError(f"{path}, line {number}, is not UTF-8: {error.reason}.") from None
+            if line and not line.isspace():
+                yield Record(number, _json_text(line, path, number) if is_json else line)
+
+
+def _json_text(line: str, path: Path, number: int) -> str:
+    try:
+        value = json.loads(line)
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{path}, line {number}, is not JSON: {error}.") from None
+    if isinstance(value, dict):
+        value = value.get("text")
+    if not isinstance(value, str):
+        raise ValueError(
+            f'{path}, line {number}, needs a string or an object with a string "text".'
+        )
+    return value
