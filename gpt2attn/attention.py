@@ -34,19 +34,23 @@ def attention_scores(q: Tensor, k: Tensor) -> Tensor:
     return torch.matmul(q, k.transpose(-1, -2))
 
 
-def scale_scores(scores: Tensor, scale: float) -> Tensor:
+def scale_scores(scores: Tensor, scale: float, *, in_place: bool = False) -> Tensor:
     """(B, H, T, S) scores times `scale`."""
-    return scores * scale  # as transformers writes it: dividing by the root rounds differently
+    # A product, as transformers writes it: dividing by the root rounds differently.
+    return scores.mul_(scale) if in_place else scores * scale
 
 
-def mask_scores(scaled: Tensor, allowed: Tensor | None) -> Tensor:
+def mask_scores(scaled: Tensor, allowed: Tensor | None, *, in_place: bool = False) -> Tensor:
     """(B, H, T, S) scaled scores, minus infinity where `allowed` is False."""
-    return scaled if allowed is None else scaled.masked_fill(~allowed, -torch.inf)
+    if allowed is None:
+        return scaled
+    fill = scaled.masked_fill_ if in_place else scaled.masked_fill
+    return fill(~allowed, -torch.inf)
 
 
-def attention_weights(masked: Tensor, allowed: Tensor | None) -> Tensor:
-    """(B, H, T, S) softmax over keys; a query that may look nowhere (padding) gets a row of zeros."""
-    weights = torch.softmax(masked, dim=-1)
+def attention_weights(masked: Tensor, allowed: Tensor | None, *, in_place: bool = False) -> Tensor:
+    """(B, H, T, S) softmax over keys; a row of zeros for a query that may look nowhere (padding)."""
+    weights = torch.softmax(masked, dim=-1, out=masked if in_place else None)
     if allowed is None:
         return weights
     sees_nothing = ~allowed.any(dim=-1, keepdim=True)
@@ -99,8 +103,12 @@ def attend(
 
     `upcast` is GPT-2's `reorder_and_upcast_attn`: weights in float32, the scale inside the product.
     """
-    masked = mask_scores(_scaled(q, k, scale, upcast), allowed)
-    weights = attention_weights(masked, allowed).to(v.dtype)
+    # Each step overwrites the one before, unless a gradient needs it: at 1,000 tokens a step has
+    # 48 MB, and getting fresh memory for it takes longer than the arithmetic.
+    in_place = not (torch.is_grad_enabled() and q.requires_grad)
+    scaled = _scaled(q, k, scale, upcast, in_place=in_place)
+    masked = mask_scores(scaled, allowed, in_place=in_place)
+    weights = attention_weights(masked, allowed, in_place=in_place).to(v.dtype)
     return AttentionSteps(q, k, v, scale, allowed, upcast, weights, torch.matmul(weights, v))
 
 
@@ -108,9 +116,9 @@ def _operands(q: Tensor, k: Tensor, upcast: bool) -> tuple[Tensor, Tensor]:
     return (q.float(), k.float()) if upcast else (q, k)
 
 
-def _scaled(q: Tensor, k: Tensor, scale: float, upcast: bool) -> Tensor:
+def _scaled(q: Tensor, k: Tensor, scale: float, upcast: bool, in_place: bool = False) -> Tensor:
     if not upcast:
-        return scale_scores(attention_scores(q, k), scale)
+        return scale_scores(attention_scores(q, k), scale, in_place=in_place)
     q, k = _operands(q, k, upcast)
     batch, heads, n_query, _ = q.shape
     keys = k.transpose(-1, -2).flatten(0, 1)
