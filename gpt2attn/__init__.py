@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from .language_model import Generation, LanguageModel, load, load_tokenizer
     from .model import GPT2
     from .tokenizer import Tokenizer
+    from .trace import HeadTrace, trace_head
 
 __version__ = "0.1.0"
 
@@ -22,6 +23,7 @@ _HOME = {
     "AttentionMaps": "capture",
     "AttentionSteps": "attention",
     "GPT2": "model",
+    "HeadTrace": "trace",
     "GPT2Config": "config",
     "Generation": "language_model",
     "KVCache": "cache",
@@ -33,6 +35,7 @@ _HOME = {
     "load_model": "checkpoint",
     "load_tokenizer": "language_model",
     "save_model": "checkpoint",
+    "trace_head": "trace",
 }
 
 __all__ = sorted(_HOME)

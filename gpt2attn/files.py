@@ -12,10 +12,10 @@ from pathlib import Path
 
 @contextmanager
 def replacing(path: str | os.PathLike[str]) -> Iterator[Path]:
-    """A temporary path in the same folder that becomes `path` if the block succeeds, and vanishes if not.
+    """A temporary path beside `path` that becomes it if the block succeeds, else vanishes.
 
-    Renaming within a folder is atomic, so a reader sees the old file or the new one, and a process that is
-    killed leaves nothing under the final name.
+    Renaming within a folder is atomic, so a reader sees the old file or the new one, and a process
+    that is killed leaves nothing under the final name.
     """
     path = Path(path)
     temporary = path.with_name(f".{path.name}.{secrets.token_hex(6)}.part")

@@ -1,8 +1,8 @@
 """Generation: one prefill over the prompt, then one token per step from the cache.
 
-`decode` advances any number of rows at once; `generate` is its plainest use, an iterator of ids for one row.
-A row is the state of one text: its prompt, what was chosen so far, and why it ended. Rows of unequal length
-are padded on the left inside, which nobody outside can see.
+`decode` advances any number of rows at once; `generate` is its plainest use, an iterator of ids for
+one row. A row is the state of one text: its prompt, what was chosen so far, and why it ended. Rows
+of unequal length are padded on the left inside, which nobody outside can see.
 """
 
 from __future__ import annotations
@@ -32,7 +32,9 @@ class Row:
     prompt_ids: list[int]
     sampling: Sampling
     seed: int
-    ids: list[int] = field(default_factory=list)  # new tokens only, an end-of-text token not among them
+    ids: list[int] = field(
+        default_factory=list
+    )  # new tokens only, an end-of-text token not among them
     logprobs: list[float] = field(default_factory=list)  # of `ids`, by the unfiltered softmax
     finish_reason: str | None = None
 
@@ -55,13 +57,16 @@ def generate(
 ) -> Iterator[int]:
     """Yield the ids that follow one row of `ids`, each as soon as it is known.
 
-    Ends after `max_new_tokens`, at `stop_id` (not yielded), or when prompt and new tokens fill the model's
-    n_positions. `seed` None draws one; temperature 0 is greedy. `use_cache=False` recomputes the whole text
-    for every token, to compare with. Raises ValueError before any compute for an input that does not fit.
+    Ends after `max_new_tokens`, at `stop_id` (not yielded), or when prompt and new tokens fill the
+    model's n_positions. `seed` None draws one; temperature 0 is greedy. `use_cache=False`
+    recomputes the whole text for every token, to compare with. Raises ValueError before any compute
+    for an input that does not fit.
     """
     prompts = as_ids(ids, model.config.vocab_size).tolist()
     if len(prompts) != 1:
-        raise ValueError(f"generate continues one row of ids, not {len(prompts)}; decode takes several.")
+        raise ValueError(
+            f"generate continues one row of ids, not {len(prompts)}; decode takes several."
+        )
     row = Row(prompts[0], Sampling(temperature, top_k, top_p), new_seed() if seed is None else seed)
     steps = decode(
         model,
@@ -98,8 +103,14 @@ def decode(
 
 
 def _check_prompts(model: GPT2, rows: Sequence[Row], max_new_tokens: int) -> None:
-    if isinstance(max_new_tokens, bool) or not isinstance(max_new_tokens, int) or max_new_tokens < 0:
-        raise ValueError(f"max_new_tokens must be a whole number from 0 up, not {max_new_tokens!r}.")
+    if (
+        isinstance(max_new_tokens, bool)
+        or not isinstance(max_new_tokens, int)
+        or max_new_tokens < 0
+    ):
+        raise ValueError(
+            f"max_new_tokens must be a whole number from 0 up, not {max_new_tokens!r}."
+        )
     limit = model.config.n_positions
     for number, row in enumerate(rows):
         which = f"Prompt {number}" if len(rows) > 1 else "The prompt"
@@ -108,8 +119,8 @@ def _check_prompts(model: GPT2, rows: Sequence[Row], max_new_tokens: int) -> Non
         as_ids(row.prompt_ids, model.config.vocab_size)
         if len(row.prompt_ids) > limit:
             raise ValueError(
-                f"{which} has {len(row.prompt_ids)} tokens (and {max_new_tokens} new ones are asked for), "
-                f"but this model has {limit} positions; shorten it."
+                f"{which} has {len(row.prompt_ids)} tokens (and {max_new_tokens} new ones are "
+                f"asked for), but this model has {limit} positions; shorten it."
             )
 
 
@@ -124,7 +135,9 @@ def _steps(
     for row in rows:
         _finish_if_full(model, row, max_new_tokens)
     width = max(len(row.prompt_ids) for row in rows)
-    n_steps = max(min(max_new_tokens, model.config.n_positions - len(row.prompt_ids)) for row in rows)
+    n_steps = max(
+        min(max_new_tokens, model.config.n_positions - len(row.prompt_ids)) for row in rows
+    )
     ids, mask = left_padded([row.prompt_ids for row in rows])
     cache = None
     if use_cache and n_steps:
@@ -139,7 +152,9 @@ def _steps(
             if row.finish_reason is None:
                 _advance(model, row, scores, max_new_tokens, stop_ids)
         # A finished row goes on as padding until all have finished.
-        ids = torch.cat([ids, torch.tensor([[row.ids[-1] if row.ids else 0] for row in rows])], dim=1)
+        ids = torch.cat(
+            [ids, torch.tensor([[row.ids[-1] if row.ids else 0] for row in rows])], dim=1
+        )
         mask = torch.cat([mask, torch.tensor([[int(is_alive)] for is_alive in alive])], dim=1)
         yield
 
@@ -151,7 +166,8 @@ def _last_logits(
     """(B, V) logits after the last of `ids`, on the CPU; only that position is unembedded."""
     padding = None if bool(mask.all()) else mask
     x = model.hidden(ids, cache=cache, attention_mask=padding, observe=observe)
-    # (B, C), not (B, 1, C): a strided batch of matrices is another product, slower and rounded differently.
+    # (B, C), not (B, 1, C): a strided batch of matrices is another product, slower and rounded
+    # differently.
     return model.unembed(x[:, -1]).cpu()
 
 
@@ -175,7 +191,7 @@ def _finish_if_full(model: GPT2, row: Row, max_new_tokens: int) -> None:
 
 
 def left_padded(rows: Sequence[Sequence[int]]) -> tuple[Tensor, Tensor]:
-    """Rows of ids (B, T) with zeros before the shorter ones, and the mask (B, T) that marks those with 0."""
+    """Ids (B, T) with zeros before the shorter rows, and the mask (B, T) that is 0 there."""
     width = max(map(len, rows))
     ids = torch.tensor([[0] * (width - len(row)) + list(row) for row in rows])
     mask = torch.tensor([[0] * (width - len(row)) + [1] * len(row) for row in rows])
@@ -185,8 +201,9 @@ def left_padded(rows: Sequence[Sequence[int]]) -> tuple[Tensor, Tensor]:
 class StopStrings:
     """Cuts generated text before the first stop string, never letting a part of one out.
 
-    `push` takes text as it comes and returns what is certain; once a stop string is complete, `found` is
-    that string and all later text is dropped. Only generated text is looked at, not the prompt.
+    `push` takes text as it comes and returns what is certain; once a stop string is complete,
+    `found` is that string and all later text is dropped. Only generated text is looked at, not the
+    prompt.
     """
 
     def __init__(self, stops: Sequence[str] = ()) -> None:

@@ -110,7 +110,7 @@ def shard_names(index: Path) -> list[str]:
     try:
         weight_map = json.loads(index.read_bytes())["weight_map"]
         entries = list(weight_map.items())
-    except (ValueError, TypeError, KeyError, AttributeError) as error:
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         raise HubError(
             f"{index} is not an index of weight shards (a JSON object with a 'weight_map'); "
             "fetch the file again"

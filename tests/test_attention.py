@@ -33,7 +33,9 @@ def test_every_step_is_its_formula(qkv):
     steps = attend(*qkv, scale=D**-0.5, allowed=allowed)
     expected = numpy_steps(*qkv, D**-0.5, allowed)
     # float32 against float64 over sums of 5 and 7 terms of order 10: a few units of 1e-6.
-    for name, value in zip(("scores", "scaled", "masked", "weights", "output"), expected, strict=True):
+    for name, value in zip(
+        ("scores", "scaled", "masked", "weights", "output"), expected, strict=True
+    ):
         np.testing.assert_allclose(getattr(steps, name).numpy(), value, rtol=1e-5, atol=1e-5)
     assert steps.weights.shape == (B, H, T, S)
     assert steps.output.shape == (B, H, T, D)

@@ -44,8 +44,9 @@ def run(model, rows, max_new_tokens=20, **options):
 def test_greedy_ids_are_transformers_generate(folder, model, length):
     theirs = GPT2LMHeadModel.from_pretrained(folder)
     ids = torch.tensor([prompt(length)])
-    expected = theirs.generate(ids, max_new_tokens=40, do_sample=False, eos_token_id=None,
-                               pad_token_id=0)
+    expected = theirs.generate(
+        ids, max_new_tokens=40, do_sample=False, eos_token_id=None, pad_token_id=0
+    )
     assert list(generate(model, ids, 40, temperature=0)) == expected[0, length:].tolist()
 
 
@@ -109,7 +110,9 @@ def test_bad_calls_fail_at_once_and_leave_the_model_usable(model):
 def test_stop_id_ends_the_text_and_is_not_part_of_it(model):
     ids = list(generate(model, prompt(5), 20, temperature=0))
     stop = ids[4]
-    assert list(generate(model, prompt(5), 20, temperature=0, stop_id=stop)) == ids[: ids.index(stop)]
+    assert (
+        list(generate(model, prompt(5), 20, temperature=0, stop_id=stop)) == ids[: ids.index(stop)]
+    )
     (row,) = run(model, [Row(prompt(5), GREEDY, 0)], stop_ids=[stop, 0])
     assert row.finish_reason == END_OF_TEXT
     assert row.ids == ids[: min(ids.index(id) for id in (stop, 0) if id in ids)]

@@ -1,9 +1,9 @@
 """y = x W + b, with W as GPT-2 checkpoints store it.
 
 OpenAI's code ran these layers as one-wide convolutions, so a checkpoint holds W as (in, out), where
-torch.nn.Linear would hold (out, in). Keeping it that way needs no copy at load, and `F.linear` on the
-transposed *view* runs the same matrix product as transformers: equal to the last bit from 1 to 1,000 rows.
-A contiguous (out, in) copy runs another one and differs by up to 2e-5.
+torch.nn.Linear would hold (out, in). Keeping it that way needs no copy at load, and `F.linear` on
+the transposed *view* runs the same matrix product as transformers: equal to the last bit from 1 to
+1,000 rows. A contiguous (out, in) copy runs another one and differs by up to 2e-5.
 """
 
 from __future__ import annotations

@@ -1,0 +1,192 @@
+"""`gpt2attn attention`: attention maps of a text, or of many, into files."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+import typer
+
+from .common import (
+    AllowPickle,
+    Debug,
+    Device,
+    DType,
+    Model,
+    Revision,
+    Special,
+    Threads,
+    load_language_model,
+    note,
+    read_text,
+)
+from .select import Heads, Layers, parse_numbers
+
+if TYPE_CHECKING:
+    from ..language_model import LanguageModel
+
+STANDING_SENTENCE = "Apple raised its price target"
+Suffix = Literal["safetensors", "npz", "json", "csv"]
+
+
+def attention(
+    text: Annotated[
+        str | None,
+        typer.Argument(help="Text to look at; `-` reads stdin.", show_default=STANDING_SENTENCE),
+    ] = None,
+    text_file: Annotated[Path | None, typer.Option(help="Read the text from a file.")] = None,
+    records: Annotated[
+        Path | None,
+        typer.Option("--input", help='Many texts, one a line: .txt, or .jsonl with a "text".'),
+    ] = None,
+    out: Annotated[
+        Path,
+        typer.Option(
+            "--out",
+            "-o",
+            help="A .safetensors, .npz, .json or .csv file; with --input, a folder.",
+        ),
+    ] = Path("maps.safetensors"),
+    suffix: Annotated[
+        Suffix, typer.Option("--format", help="Of the files in the folder, with --input.")
+    ] = "safetensors",
+    layers: Layers = None,
+    heads: Heads = None,
+    stage: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="weights|scores|scaled|masked",
+            help="What to keep; may be given several times.",
+            show_default="weights",
+        ),
+    ] = None,
+    map_dtype: Annotated[
+        Literal["float32", "float16"], typer.Option(help="Number format of the maps in the file.")
+    ] = "float32",
+    force: Annotated[bool, typer.Option("--force", help="Replace an existing file.")] = False,
+    special: Special = False,
+    model: Model = "gpt2",
+    revision: Revision = None,
+    device: Device = "auto",
+    dtype: DType = "float32",
+    threads: Threads = None,
+    allow_pickle: AllowPickle = False,
+    debug: Debug = False,
+) -> None:
+    """Write the attention maps of a text to a file, or those of many texts to a folder.
+
+    Example:  gpt2attn attention "Apple raised its price target" --out maps.safetensors
+    """
+    import torch
+
+    options: dict[str, Any] = {
+        "layers": parse_numbers(layers, "--layers"),
+        "heads": parse_numbers(heads, "--heads"),
+        "stages": stage or ["weights"],
+        "dtype": getattr(torch, map_dtype),
+    }
+    if records is not None:
+        if text is not None or text_file is not None:
+            raise ValueError("Give one text or --input, not both.")
+        lm = load_language_model(model, revision, device, dtype, threads, allow_pickle)
+        _dump_many(lm, records, out, suffix, special, options)
+        return
+    from ..dump import check_suffix
+
+    check_suffix(out)
+    if out.exists() and not force:
+        raise ValueError(f"{out} is already there; --force replaces it.")
+    if text is None and text_file is None:
+        text = STANDING_SENTENCE
+    text = read_text(text, text_file, what="text")
+    lm = load_language_model(model, revision, device, dtype, threads, allow_pickle)
+    _dump_one(lm, lm.encode(text, special=special), out, options)
+
+
+def _dump_one(lm: LanguageModel, ids: list[int], path: Path, options: dict[str, Any]) -> None:
+    """Write one text's maps, saying first how large they are."""
+    from ..capture import chosen
+    from ..dump import dump_attention, dump_bytes
+
+    if not ids:
+        raise ValueError("The text is empty: attention needs at least one token.")
+    config = lm.model.config
+    layers = chosen(options["layers"], config.n_layer, "layer")
+    heads = chosen(options["heads"], config.n_head, "head")
+    n_bytes = dump_bytes(
+        len(layers), len(heads), len(ids), len(options["stages"]), options["dtype"]
+    )
+    note(
+        f"{len(ids)} tokens, {len(layers)} layers x {len(heads)} heads: "
+        f"{n_bytes / 1e6:,.1f} MB of numbers to {path}"
+    )
+    if path.suffix.lower() == ".safetensors":
+        labels = lm.tokenizer.labels(ids)
+        dump_attention(lm.model, ids, path, labels=labels, metadata=lm.provenance, **options)
+    else:
+        lm.attention(ids, **options).save(path)
+
+
+def _dump_many(
+    lm: LanguageModel,
+    source: Path,
+    folder: Path,
+    suffix: str,
+    special: bool,
+    options: dict[str, Any],
+) -> None:
+    """One file per record and an index; a run that was stopped goes on where it was."""
+    from rich.console import Console
+    from rich.progress import Progress
+
+    from ..dump import dump_attention
+    from ..files import replacing, sha256
+    from ..records import read_records
+
+    job = {
+        "input_sha256": sha256(source),
+        "format": suffix,
+        "special": special,
+        **lm.provenance,
+        **{key: str(value) for key, value in options.items()},
+    }
+    folder.mkdir(parents=True, exist_ok=True)
+    _claim(folder / "job.json", job)
+    records = list(read_records(source))
+    index = []
+    with Progress(console=Console(stderr=True), transient=True) as progress:
+        for record in progress.track(records, description="records"):
+            ids = lm.encode(record.text, special=special)
+            path = folder / f"{record.line:08d}.{suffix}"
+            index.append({"line": record.line, "file": path.name, "tokens": len(ids)})
+            if path.exists():
+                continue
+            try:
+                if suffix == "safetensors":
+                    labels = lm.tokenizer.labels(ids)
+                    dump_attention(
+                        lm.model, ids, path, labels=labels, metadata=lm.provenance, **options
+                    )
+                else:
+                    lm.attention(ids, **options).save(path)
+            except ValueError as error:
+                raise ValueError(f"{source}, line {record.line}: {error}") from None
+    with replacing(folder / "index.jsonl") as part:
+        part.write_text("".join(json.dumps(entry) + "\n" for entry in index), encoding="utf-8")
+    note(f"{len(index)} records in {folder}")
+
+
+def _claim(path: Path, job: dict[str, Any]) -> None:
+    """Mark a folder as this job's; raise ValueError if it holds another one's files."""
+    from ..files import replacing
+
+    if path.exists():
+        if json.loads(path.read_text(encoding="utf-8")) != job:
+            raise ValueError(
+                f"{path.parent} holds the maps of another job (its job.json differs); "
+                "use another folder."
+            )
+        return
+    with replacing(path) as part:
+        part.write_text(json.dumps(job, indent=2) + "\n", encoding="utf-8")

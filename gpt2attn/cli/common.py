@@ -1,0 +1,121 @@
+"""What the commands share: their options, their prompts, and where their output goes.
+
+Nothing here imports torch: `--help` must answer at once.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+import typer
+
+if TYPE_CHECKING:
+    from ..language_model import LanguageModel
+
+_debug = False
+
+
+def _set_debug(value: bool) -> None:
+    global _debug
+    _debug = _debug or value
+
+
+def debug_wanted() -> bool:
+    return _debug
+
+
+Model = Annotated[
+    str,
+    typer.Option(
+        "--model",
+        "-m",
+        envvar="GPT2ATTN_MODEL",
+        metavar="NAME_OR_PATH",
+        help="`pocket` (built in, no download), a checkpoint folder, or a Hub repository.",
+    ),
+]
+Revision = Annotated[
+    str | None,
+    typer.Option(
+        help="Branch, tag or commit of a Hub repository.", show_default="the newest cached"
+    ),
+]
+Device = Annotated[Literal["auto", "cpu", "cuda"], typer.Option(help="Where to compute.")]
+DType = Annotated[
+    Literal["float32", "bfloat16", "float16"], typer.Option(help="How weights are stored.")
+]
+Threads = Annotated[
+    int | None, typer.Option(min=1, help="CPU threads.", show_default="one for each core")
+]
+AllowPickle = Annotated[
+    bool,
+    typer.Option("--allow-pickle", help="Read pytorch_model.bin, as plain tensors, if need be."),
+]
+Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")]
+Special = Annotated[
+    bool, typer.Option("--special", help="Read <|endoftext|> in the text as that one token.")
+]
+Debug = Annotated[
+    bool,
+    typer.Option("--debug", callback=_set_debug, expose_value=True, help="Show tracebacks."),
+]
+
+
+def note(text: str, *, end: str = "\n") -> None:
+    """A line for the person at the terminal, kept apart from the results."""
+    print(text, end=end, file=sys.stderr, flush=True)
+
+
+def print_json(value: Any) -> None:
+    """One line of JSON; a NaN, which JSON does not have, would be our own fault and raises."""
+    print(json.dumps(value, ensure_ascii=False, allow_nan=False))
+
+
+def read_text(text: str | None, file: Path | None, *, what: str) -> str:
+    """The text of an argument, a file or, with neither, stdin; nothing is stripped."""
+    if text is not None and file is not None:
+        raise ValueError(f"Give the {what} as an argument or as a file, not both.")
+    if text is not None and text != "-":
+        return text
+    if file is not None:
+        return _utf8(file.read_bytes(), str(file))
+    if text is None and sys.stdin.isatty():
+        raise ValueError(f"There is no {what}: give it as an argument, as a file or on stdin.")
+    return _utf8(sys.stdin.buffer.read(), "stdin")
+
+
+def _utf8(raw: bytes, where: str) -> str:
+    try:
+        return raw.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise ValueError(
+            f"{where} is not UTF-8 text: byte {error.start} is 0x{raw[error.start]:02x}."
+        ) from None
+
+
+def load_language_model(
+    model: str,
+    revision: str | None,
+    device: str,
+    dtype: str,
+    threads: int | None,
+    allow_pickle: bool,
+) -> LanguageModel:
+    """`load` with the options of the command line."""
+    import torch
+
+    from ..language_model import load
+
+    if threads is not None:
+        torch.set_num_threads(threads)
+    return load(
+        model,
+        revision=revision,
+        device=device,
+        dtype=getattr(torch, dtype),
+        allow_pickle=allow_pickle,
+        notify=note,
+    )

@@ -1,0 +1,69 @@
+"""`gpt2attn info`: what a checkpoint is, read from its config and headers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from .common import AllowPickle, Debug, Json, Model, Revision, note, print_json
+
+
+def info(
+    model: Model = "gpt2",
+    revision: Revision = None,
+    allow_pickle: AllowPickle = False,
+    as_json: Json = False,
+    debug: Debug = False,
+) -> None:
+    """Show a model's sizes, parameters, files and cache memory.
+
+    Example:  gpt2attn info --model pocket
+    """
+    facts = _facts(model, revision, allow_pickle)
+    if as_json:
+        print_json(facts)
+        return
+    for key, value in facts.items():
+        if key == "files":
+            for file in value:
+                print(
+                    f"{'file':<24}{file['path']}  {file['bytes']:,} bytes  sha256 {file['sha256']}"
+                )
+        elif key == "config":
+            for name, setting in value.items():
+                print(f"{name:<24}{setting}")
+        else:
+            print(f"{key.replace('_', ' '):<24}{f'{value:,}' if isinstance(value, int) else value}")
+
+
+def _facts(model: str, revision: str | None, allow_pickle: bool) -> dict[str, Any]:
+    import torch
+
+    from ..checkpoint import open_tensors, read_config, weight_files
+    from ..files import sha256
+    from ..hub import resolve
+    from ..model import GPT2
+
+    source = resolve(model, revision=revision, notify=note)
+    config = read_config(source.folder)
+    files = weight_files(source.folder, allow_pickle=allow_pickle)
+    with torch.device("meta"):
+        parameters = sum(p.numel() for p in GPT2(config).parameters())
+    with open_tensors(source.folder, allow_pickle=allow_pickle) as entries:
+        types = sorted({entry.dtype for entry in entries.values()})
+    cache_bytes = 2 * config.n_layer * config.n_embd * 4
+    return {
+        "model": source.name,
+        "folder": str(source.folder),
+        "revision": source.revision or "none (local files)",
+        "parameters": parameters,
+        "stored_as": ", ".join(types),
+        "head_dim": config.head_dim,
+        "heads_in_all": config.n_layer * config.n_head,
+        "cache_bytes_per_token": cache_bytes,
+        "cache_bytes_full": cache_bytes * config.n_positions,
+        "config": config.to_dict(),
+        "files": [
+            {"path": path.name, "bytes": path.stat().st_size, "sha256": sha256(path)}
+            for path in files
+        ],
+    }
