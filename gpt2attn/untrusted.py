@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import re
 import reprlib
+from collections import Counter
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -131,11 +132,11 @@ def _json_object(path: Path, raw: bytes, what: str) -> dict[str, Any]:
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    table: dict[str, Any] = {}
-    for key, value in pairs:
-        if key in table:
-            raise ValueError(f"the key {reprlib.repr(key)} stands there twice")
-        table[key] = value
+    table = dict(pairs)
+    if len(table) < len(pairs):
+        counts = Counter(key for key, _ in pairs)
+        twice = counts.most_common(1)[0][0]
+        raise ValueError(f"the key {reprlib.repr(twice)} stands there twice")
     return table
 
 
