@@ -1,13 +1,10 @@
 """Byte-level BPE over a model folder's own vocabulary: ids, labels and a streaming decoder.
 
-A vocabulary file spells every byte as one printable character, its *symbol* (a space is `Ġ`). The
-merges are ranked here, bytes first and then in the order of the list, and `tiktoken.Encoding` does
-the merging; a table turns ranks into the vocabulary's ids. `tiktoken`'s own file loader is not
-used: it caches local files by path under the system's temporary folder and drops lines.
+`tiktoken.Encoding` does the merging over ranks that `vocabulary` makes of the folder's files; a
+table turns ranks into the vocabulary's ids. `tiktoken`'s own file loader is not used: it caches
+local files by path under the system's temporary folder and drops lines.
 
-`tiktoken` merges whatever neighbours spell a token, Hugging Face only listed pairs. The two agree
-when every token, merged from its bytes under the listed pairs, becomes itself; that is checked when
-a vocabulary is loaded. Nothing is ever stripped, cleaned up or prepended: the ids are those of
+Nothing is ever stripped, cleaned up or prepended: the ids are those of
 transformers' fast tokenizer with `add_special_tokens=False`.
 """
 
@@ -15,34 +12,18 @@ from __future__ import annotations
 
 import codecs
 import functools
-import itertools
-import json
 import re
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
 from operator import index
 from pathlib import Path
-from typing import Any
 
 import tiktoken
 
 from .files import replacing
-from .untrusted import local_file
-
-END_OF_TEXT = "<|endoftext|>"
+from .vocabulary import END_OF_TEXT, SIDE_NAMES, read_vocabulary, vocabulary_files
 
 # GPT-2's pattern in tiktoken's faster, equivalent spelling (tiktoken_ext/openai_public.py).
 GPT2_PATTERN = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}++| ?\p{N}++| ?[^\s\p{L}\p{N}]++|\s++$|\s+(?!\S)|\s"
-
-_PAIR_NAMES = ("vocab.json", "merges.txt")
-_SIDE_NAMES = ("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json")
-_OTHER_TOKENIZERS = {
-    "spiece.model": "SentencePiece",
-    "sentencepiece.bpe.model": "SentencePiece",
-    "tokenizer.model": "SentencePiece",
-    "vocab.txt": "WordPiece",
-}
-_ROLES = ("bos", "eos", "unk", "sep", "pad", "cls", "mask")
 
 # \s of both reference tokenizers; Python's \s also takes U+001C to U+001F.
 _BLANK = r"\t-\r \x85\xa0\u1680\u2000-\u200a\u2028\u2029\u202f\u205f\u3000"
@@ -65,26 +46,6 @@ _DRAWN_AS_NOTHING = re.compile(
 _BYTE_FORM = re.compile("<0x[0-9A-F]{2}>")
 
 
-def _byte_symbols() -> list[str]:
-    """The symbol of each byte: itself if printable, else the next free one from U+0100 up."""
-    printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
-    stand_in = itertools.count(0x100)
-    return [chr(byte if byte in printable else next(stand_in)) for byte in range(256)]
-
-
-_SYMBOL_BYTES = {symbol: bytes([byte]) for byte, symbol in enumerate(_byte_symbols())}
-_TO_LATIN_1 = {ord(symbol): byte[0] for symbol, byte in _SYMBOL_BYTES.items()}
-
-_Documents = dict[str, dict[str, Any]]  # parsed JSON files by name, empty where there is none
-
-
-@dataclass(frozen=True)
-class _AddedToken:
-    id: int
-    special: bool
-    normalized: bool
-
-
 class Tokenizer:
     """Text to ids and back, exactly, over one byte-level BPE vocabulary; immutable, thread-safe.
 
@@ -105,22 +66,15 @@ class Tokenizer:
         Raises ValueError for a vocabulary whose ids could differ from transformers'.
         """
         self.files = dict(files)
-        documents = {
-            name: _parse_json(name, files.get(name, b"{}"))
-            for name in ("tokenizer.json", "vocab.json", *_SIDE_NAMES)
-        }
-        vocab, merges, source = _read_bpe(documents, files.get("merges.txt"))
-        ranked, token_bytes = _rank_tokens(vocab, merges, source)
-        self._id_of_rank = [vocab[token] for token in ranked]
+        vocabulary = read_vocabulary(files)
+        ids, self._bytes, self._added = vocabulary.ids, vocabulary.token_bytes, vocabulary.added
+        self._id_of_rank = [ids[token] for token in vocabulary.ranked]
         self._encoding = tiktoken.Encoding(
             "gpt2attn",
             pat_str=GPT2_PATTERN,
-            mergeable_ranks={token_bytes[token]: rank for rank, token in enumerate(ranked)},
+            mergeable_ranks={self._bytes[id]: rank for rank, id in enumerate(self._id_of_rank)},
             special_tokens={},
         )
-        self._bytes = {id: token_bytes.get(token) or _spell(token) for token, id in vocab.items()}
-        self._added = _read_added_tokens(documents, vocab)
-        self._bytes |= {token.id: content.encode() for content, token in self._added.items()}
         # Two passes, as Hugging Face does them: raw tokens first, then the "normalized" ones.
         self._added_patterns = [
             _any_of([content for content, token in self._added.items() if token.normalized is flag])
@@ -129,8 +83,8 @@ class Tokenizer:
         self._has_ordinary_added = not all(token.special for token in self._added.values())
         self.special_ids = frozenset(token.id for token in self._added.values() if token.special)
         self.vocab_size = max(self._bytes) + 1
-        ids = vocab | {content: token.id for content, token in self._added.items()}
-        self.end_of_text_id = ids.get(END_OF_TEXT)
+        added_ids = {content: token.id for content, token in self._added.items()}
+        self.end_of_text_id = (ids | added_ids).get(END_OF_TEXT)
 
     @classmethod
     def from_folder(cls, folder: str | Path) -> Tokenizer:
@@ -141,14 +95,9 @@ class Tokenizer:
         ValueError naming what is not byte-level BPE as GPT-2 does it.
         """
         folder = Path(folder)
-        if not folder.is_dir():
-            raise FileNotFoundError(f"there is no folder {folder} to load a tokenizer from.")
-        names = ("tokenizer.json",) if local_file(folder, "tokenizer.json") else _PAIR_NAMES
-        paths = {name: local_file(folder, name) for name in (*names, *_SIDE_NAMES)}
-        if missing := [name for name in names if not paths[name]]:
-            raise FileNotFoundError(_describe_missing(folder, missing))
+        files = vocabulary_files(folder)
         try:
-            return cls({name: path.read_bytes() for name, path in paths.items() if path})
+            return cls(files)
         except ValueError as error:
             raise ValueError(f"the tokenizer in {folder} cannot be used: {error}") from None
 
@@ -233,7 +182,7 @@ class Tokenizer:
         folder = Path(folder)
         folder.mkdir(parents=True, exist_ok=True)
         # What would be read before or beside our files; next to tokenizer.json the pair is not.
-        for name in ("tokenizer.json", *_SIDE_NAMES):
+        for name in ("tokenizer.json", *SIDE_NAMES):
             if name not in self.files and (folder / name).exists():
                 raise ValueError(
                     f"{folder} already holds a {name} of another tokenizer, which would change "
@@ -351,290 +300,7 @@ def _as_bytes(char: str) -> str:
     return "".join(f"<0x{byte:02X}>" for byte in char.encode("utf-8", "surrogateescape"))
 
 
-def _spell(token: str) -> bytes:
-    """The bytes of a vocabulary entry; one that is not spelt in symbols is taken as text."""
-    if all(char in _SYMBOL_BYTES for char in token):
-        return token.translate(_TO_LATIN_1).encode("latin-1")
-    return token.encode()
-
-
 def _any_of(contents: list[str]) -> re.Pattern[str]:
     """A pattern for the leftmost, longest of some strings; of none, one that never matches."""
     longest_first = sorted(contents, key=len, reverse=True)
     return re.compile("|".join(map(re.escape, longest_first)) or "(?!)")
-
-
-def _describe_missing(folder: Path, missing: list[str]) -> str:
-    other = [
-        f"{name} is a {kind} vocabulary, which is not implemented"
-        for name, kind in _OTHER_TOKENIZERS.items()
-        if (folder / name).is_file()
-    ]
-    return (
-        f"{folder} has no {' and no '.join(missing)} (and no tokenizer.json): "
-        f"{'; '.join(other) or 'text needs a byte-level BPE vocabulary'}; use ids instead."
-    )
-
-
-def _short(value: object) -> str:
-    text = repr(value)
-    return text if len(text) <= 60 else f"{text[:57]}..."
-
-
-def _parse_json(name: str, content: bytes) -> dict[str, Any]:
-    try:
-        value = json.loads(content.decode("utf-8"))
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"{name} is not valid JSON ({error}); download it again.") from None
-    if not isinstance(value, dict):
-        raise ValueError(f"{name} must hold a JSON object, not {_short(value)}.")
-    return value
-
-
-def _section(parent: dict[str, Any], key: str) -> dict[str, Any]:
-    value = parent.get(key)
-    if not isinstance(value, dict | None):
-        raise ValueError(f"{key} must be a JSON object, not {_short(value)}.")
-    return value or {}
-
-
-def _items(parent: dict[str, Any], key: str) -> list[Any]:
-    value = parent.get(key) or []
-    if isinstance(value, dict):
-        value = list(value.values())
-    if not isinstance(value, list):
-        raise ValueError(f"{key} must be a JSON list, not {_short(value)}.")
-    return value
-
-
-def _read_bpe(
-    documents: _Documents, merges_txt: bytes | None
-) -> tuple[dict[str, int], list[tuple[int, str, str]], str]:
-    """The vocabulary, the merges as (number, left, right), and what a number counts."""
-    _refuse_other_pipelines(documents["tokenizer.json"], documents["tokenizer_config.json"])
-    if merges_txt is None:
-        model = _section(documents["tokenizer.json"], "model")
-        vocab, merges = _section(model, "vocab"), _merge_pairs(model)
-        source = "tokenizer.json merge"
-    else:
-        vocab, merges = documents["vocab.json"], _merge_lines(merges_txt)
-        source = "merges.txt line"
-    if not all(type(id) is int and id >= 0 for id in vocab.values()):
-        raise ValueError("the vocabulary must give every token an integer id of 0 or more.")
-    if len(set(vocab.values())) != len(vocab):
-        raise ValueError("the vocabulary gives two tokens the same id.")
-    return vocab, merges, source
-
-
-def _refuse_other_pipelines(spec: dict[str, Any], config: dict[str, Any]) -> None:
-    """Refuse, all at once and by name, every setting that would give other ids than GPT-2's."""
-    # name, value, GPT-2's value
-    rules = [("add_prefix_space", config.get("add_prefix_space") or False, False)]
-    if spec:
-        model, before = _section(spec, "model"), _section(spec, "pre_tokenizer")
-        rules += [
-            ("model.type", model.get("type", "BPE"), "BPE"),
-            ("model.dropout", model.get("dropout") or None, None),
-            ("model.continuing_subword_prefix", model.get("continuing_subword_prefix") or "", ""),
-            ("model.end_of_word_suffix", model.get("end_of_word_suffix") or "", ""),
-            ("model.byte_fallback", model.get("byte_fallback", False), False),
-            ("model.ignore_merges", model.get("ignore_merges", False), False),
-            ("normalizer", spec.get("normalizer"), None),
-            ("pre_tokenizer.type", before.get("type"), "ByteLevel"),
-            ("pre_tokenizer.add_prefix_space", before.get("add_prefix_space"), False),
-            ("pre_tokenizer.use_regex", before.get("use_regex", True), True),
-        ]
-    other = [
-        f"{name} is {_short(value)}, not {expected!r}"
-        for name, value, expected in rules
-        if value != expected
-    ]
-    if other:
-        raise ValueError(
-            f"{'; '.join(other)}: only GPT-2's byte-level BPE is implemented; use ids instead."
-        )
-
-
-def _merge_pairs(model: dict[str, Any]) -> list[tuple[int, str, str]]:
-    """tokenizer.json's merges, written as "a b" or as ["a", "b"]; numbers count from 1."""
-    merges = []
-    for number, merge in enumerate(_items(model, "merges"), start=1):
-        parts = merge.split(" ") if isinstance(merge, str) else merge
-        if not isinstance(parts, list) or [type(part) for part in parts] != [str, str]:
-            raise ValueError(f"tokenizer.json merge {number} is {_short(merge)}, not a pair.")
-        merges.append((number, *parts))
-    return merges
-
-
-def _merge_lines(content: bytes) -> list[tuple[int, str, str]]:
-    """The merges of merges.txt by line number; only a line that begins `#version` is a header."""
-    try:
-        lines = content.decode("utf-8").split("\n")
-    except UnicodeDecodeError as error:
-        raise ValueError(f"merges.txt is not UTF-8: {error}; download it again.") from None
-    if lines[0].startswith("\ufeff"):
-        raise ValueError("merges.txt line 1 begins with a byte order mark; save it without one.")
-    if lines[-1] == "":
-        lines.pop()
-    merges = []
-    for number, line in enumerate(lines, start=1):
-        if line.startswith("#version"):
-            continue
-        parts = line.removesuffix("\r").split(" ")
-        if len(parts) != 2:
-            raise ValueError(
-                f"merges.txt line {number} is {_short(line)}, but a merge is two symbols with one "
-                "space between them."
-            )
-        merges.append((number, *parts))
-    return merges
-
-
-def _rank_tokens(
-    vocab: dict[str, int], merges: list[tuple[int, str, str]], source: str
-) -> tuple[list[str], dict[str, bytes]]:
-    """The tokens that merging can make, in order of rank, and the bytes of each."""
-    lacking = [byte[0] for symbol, byte in _SYMBOL_BYTES.items() if symbol not in vocab]
-    if lacking:
-        raise ValueError(
-            f"the vocabulary is not byte-level BPE: it lacks {len(lacking)} of the 256 bytes, "
-            f"the first being 0x{lacking[0]:02X}; use ids instead."
-        )
-    token_bytes = dict(_SYMBOL_BYTES)
-    ranks = {symbol: rank for rank, symbol in enumerate(_SYMBOL_BYTES)}
-    parts = [(rank, rank) for rank in range(256)]
-    rank_of_pair: dict[tuple[int, int], int] = {}
-    for number, left, right in merges:
-        token = left + right
-        pair = (ranks.get(left), ranks.get(right))
-        if None in pair or token not in vocab or token in ranks:
-            raise ValueError(f"{source} {number}: {_merge_fault(left, right, vocab, ranks)}")
-        rank = len(ranks)
-        ranks[token] = rank
-        token_bytes[token] = token_bytes[left] + token_bytes[right]
-        rank_of_pair[pair] = rank
-        parts.append(pair)
-        if not _becomes_itself(rank, parts, rank_of_pair):
-            raise ValueError(
-                f"{source} {number}: the token {token!r} can never appear, because earlier merges "
-                "split it otherwise; the reference tokenizers disagree on such a vocabulary."
-            )
-    return list(ranks), token_bytes
-
-
-def _merge_fault(left: str, right: str, vocab: dict[str, int], ranks: dict[str, int]) -> str:
-    for part in (left, right):
-        if not all(char in _SYMBOL_BYTES for char in part):
-            return f"{part!r} is not spelt in byte symbols, so this is not byte-level BPE."
-        if part not in ranks:
-            return f"{part!r} is neither a byte nor made by an earlier merge."
-    if left + right not in vocab:
-        return f"{left!r} and {right!r} make {left + right!r}, which is not in the vocabulary."
-    return f"{left!r} and {right!r} make {left + right!r}, which an earlier merge makes already."
-
-
-def _becomes_itself(
-    rank: int, parts: list[tuple[int, int]], rank_of_pair: dict[tuple[int, int], int]
-) -> bool:
-    """Whether a token's bytes merge back to it, given that those of both its parts do.
-
-    Merges happen in order of rank, so time is rank. Walking back from the last merge, `left` and
-    `right` are the two neighbours at the boundary between the parts, and `limit` is when the first
-    of them is used up: a listed pair of a lower rank would have merged across the boundary.
-    """
-    left, right = parts[rank]
-    limit = rank
-    while True:
-        if rank_of_pair.get((left, right), limit) < limit:
-            return False
-        if max(left, right) < 256:
-            return True
-        if left > right:
-            limit, left = left, parts[left][1]
-        else:
-            # Of two overlapping merges of one rank the left one happens, here the crossing one.
-            limit, right = right + 1, parts[right][0]
-
-
-def _entry(value: Any, source: str) -> dict[str, Any]:
-    """An added token as a file spells it: its bare content, or an object with options."""
-    entry = value if isinstance(value, dict) else {"content": value}
-    if not isinstance(entry.get("content"), str) or not entry["content"]:
-        raise ValueError(f"{source} lists {_short(value)}, which has no text, as an added token.")
-    for option in ("lstrip", "rstrip", "single_word"):
-        if entry.get(option):
-            raise ValueError(
-                f"{source}: the added token {entry['content']!r} has {option}, which is not "
-                "implemented because it loses or ignores text; set it to false."
-            )
-    return entry
-
-
-def _listed_tokens(documents: _Documents) -> list[tuple[int, dict[str, Any]]]:
-    """The added tokens that a file lists with an id, as (id, entry), in order of id."""
-    listed = []
-    for value in _items(documents["tokenizer.json"], "added_tokens"):
-        entry = _entry(value, "tokenizer.json")
-        listed.append((entry.get("id"), entry))
-    config = documents["tokenizer_config.json"]
-    for id, value in _section(config, "added_tokens_decoder").items():
-        entry = _entry(value, "tokenizer_config.json")
-        listed.append((int(id) if id.isdecimal() else None, entry))
-    if "added_tokens_decoder" not in config:
-        for content, id in documents["added_tokens.json"].items():
-            listed.append((id, _entry(content, "added_tokens.json")))
-    for id, entry in listed:
-        if type(id) is not int:
-            raise ValueError(f"the added token {entry['content']!r} has no integer id.")
-    return sorted(listed, key=lambda item: item[0])
-
-
-def _named_tokens(documents: _Documents, vocab: dict[str, int]) -> list[dict[str, Any]]:
-    """The tokens that have a role (bos, pad, ...), all special, in transformers' order."""
-    config = documents["tokenizer_config.json"]
-    names: dict[str, Any] = {}
-    if END_OF_TEXT in vocab:  # GPT-2's default for three roles
-        names |= dict.fromkeys(("bos_token", "eos_token", "unk_token"), END_OF_TEXT)
-    names |= config
-    if "added_tokens_decoder" not in config:
-        names |= documents["special_tokens_map.json"]
-    values = [names.get(f"{role}_token") for role in _ROLES]
-    values += _items(names, "extra_special_tokens") or _items(names, "additional_special_tokens")
-    return [
-        _entry(value, "the list of special tokens") | {"special": True} for value in values if value
-    ]
-
-
-def _read_added_tokens(documents: _Documents, vocab: dict[str, int]) -> dict[str, _AddedToken]:
-    """The added tokens by content, with the ids that transformers gives them.
-
-    Those are the vocabulary's own where it has the token, else the next free ones, whatever the
-    file says; a file that says otherwise is refused.
-    """
-    named = [(None, entry) for entry in _named_tokens(documents, vocab)]
-    entries = _listed_tokens(documents) + named
-    special = {entry["content"] for _, entry in entries if entry.get("special")}
-    added: dict[str, _AddedToken] = {}
-    taken = set(vocab.values())
-    next_id = len(vocab)
-    for listed_id, entry in entries:
-        content = entry["content"]
-        if content not in added:
-            id = vocab.get(content, next_id)
-            next_id = max(next_id, id + 1)
-            if content in vocab and _spell(content) != content.encode():
-                raise ValueError(f"the added token {content!r} is the symbols of other bytes.")
-            if content not in vocab and id in taken:
-                raise ValueError(
-                    f"the added token {content!r} gets id {id}, which another token has: the ids "
-                    "of the vocabulary have gaps; renumber them."
-                )
-            is_special = content in special
-            normalized = bool(entry.get("normalized", not is_special))
-            added[content] = _AddedToken(id, is_special, normalized)
-        if listed_id not in (None, added[content].id):
-            raise ValueError(
-                f"the added token {content!r} is listed with id {listed_id}, but transformers "
-                f"gives it id {added[content].id}; correct the file or use ids instead."
-            )
-    return added

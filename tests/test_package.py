@@ -15,6 +15,7 @@ PACKAGE = Path(gpt2attn.__file__).parent
 # Each module imports only from lines above its own; modules of one line do not import each other.
 ORDER = [
     {"untrusted", "files", "records"},
+    {"vocabulary"},
     {"config", "attention", "tokenizer", "sampling"},
     {"cache", "kernels"},
     {"model"},
