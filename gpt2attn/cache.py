@@ -107,12 +107,7 @@ class KVCache:
 
     def select(self, rows: Sequence[int]) -> KVCache:
         """A new cache whose row i is this one's `rows[i]`: reorders, repeats and drops rows."""
-        bad = [row for row in rows if not 0 <= row < self.batch_size]
-        if bad or not len(rows):
-            raise ValueError(
-                f"Rows {list(rows)} are not there: the cache has the rows 0 to {self.batch_size - 1}."
-            )
-        index = torch.as_tensor(list(rows), device=self.keys.device)
+        index = self._row_index(rows)
         new = object.__new__(KVCache)
         for name in ("keys", "values"):
             old = getattr(self, name)
@@ -121,3 +116,30 @@ class KVCache:
             setattr(new, name, buffer)
         new.length, new.padded = self.length, self.padded
         return new
+
+    def reorder(self, rows: Sequence[int], start: int = 0) -> None:
+        """Make row i what row `rows[i]` was, in place, copying only rows that change.
+
+        `start` says from which position on any two of these rows differ, where that is known: what
+        lies before it is left alone.
+        """
+        index = self._row_index(rows)
+        if len(rows) != self.batch_size:
+            raise ValueError(
+                f"{len(rows)} rows do not fit in place of {self.batch_size}; select makes a cache "
+                "of another size."
+            )
+        (moved,) = (index != torch.arange(len(rows), device=index.device)).nonzero(as_tuple=True)
+        for buffer in (self.keys, self.values):
+            held = buffer[:, :, :, start : self.length]
+            # index_select copies first, so that no row is read after it was overwritten.
+            held.index_copy_(1, moved, held.index_select(1, index[moved]))
+
+    def _row_index(self, rows: Sequence[int]) -> Tensor:
+        bad = [row for row in rows if not 0 <= row < self.batch_size]
+        if bad or not len(rows):
+            raise ValueError(
+                f"Rows {list(rows)} are not there: the cache has the rows 0 to "
+                f"{self.batch_size - 1}."
+            )
+        return torch.as_tensor(list(rows), device=self.keys.device)

@@ -9,13 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from .cache import KVCache
 from .model import GPT2, Observer, as_ids
-from .sampling import DEFAULT_TEMPERATURE, DEFAULT_TOP_K, Sampling, choose, generator_for, new_seed
+from .sampling import Sampling, choose, generator_for, new_seed
 
 DEFAULT_MAX_NEW_TOKENS = 60
 
@@ -47,18 +48,17 @@ def generate(
     ids: Tensor | Sequence[int],
     max_new_tokens: int = DEFAULT_MAX_NEW_TOKENS,
     *,
-    temperature: float = DEFAULT_TEMPERATURE,
-    top_k: int | None = DEFAULT_TOP_K,
-    top_p: float | None = None,
     seed: int | None = None,
     stop_id: int | None = None,
     use_cache: bool = True,
     observe: Observer | None = None,
+    **sampling: Any,
 ) -> Iterator[int]:
     """Yield the ids that follow one row of `ids`, each as soon as it is known.
 
     Ends after `max_new_tokens`, at `stop_id` (not yielded), or when prompt and new tokens fill the
-    model's n_positions. `seed` None draws one; temperature 0 is greedy. `use_cache=False`
+    model's n_positions. `sampling` are the arguments of `Sampling`: temperature (0.8; 0 is greedy),
+    top_k (50), top_p, repetition_penalty and others; `seed` None draws one. `use_cache=False`
     recomputes the whole text for every token, to compare with. Raises ValueError before any compute
     for an input that does not fit.
     """
@@ -67,7 +67,7 @@ def generate(
         raise ValueError(
             f"generate continues one row of ids, not {len(prompts)}; decode takes several."
         )
-    row = Row(prompts[0], Sampling(temperature, top_k, top_p), new_seed() if seed is None else seed)
+    row = Row(prompts[0], Sampling(**sampling), new_seed() if seed is None else seed)
     steps = decode(
         model,
         [row],
@@ -98,11 +98,12 @@ def decode(
 
     Raises ValueError at once, before any compute, for an empty or too long prompt.
     """
-    _check_prompts(model, rows, max_new_tokens)
+    check_prompts(model, rows, max_new_tokens)
     return _steps(model, rows, max_new_tokens, frozenset(stop_ids), use_cache, observe)
 
 
-def _check_prompts(model: GPT2, rows: Sequence[Row], max_new_tokens: int) -> None:
+def check_prompts(model: GPT2, rows: Sequence[Row], max_new_tokens: int) -> None:
+    """Raise ValueError for what cannot be continued, before any compute."""
     if (
         isinstance(max_new_tokens, bool)
         or not isinstance(max_new_tokens, int)
@@ -117,6 +118,7 @@ def _check_prompts(model: GPT2, rows: Sequence[Row], max_new_tokens: int) -> Non
         if not row.prompt_ids:
             raise ValueError(f"{which} is empty: give at least one token to continue.")
         as_ids(row.prompt_ids, model.config.vocab_size)
+        row.sampling.check(model.config.vocab_size, max_new_tokens)
         if len(row.prompt_ids) > limit:
             raise ValueError(
                 f"{which} has {len(row.prompt_ids)} tokens (and {max_new_tokens} new ones are "
@@ -174,7 +176,14 @@ def _last_logits(
 def _advance(
     model: GPT2, row: Row, logits: Tensor, max_new_tokens: int, stop_ids: frozenset[int]
 ) -> None:
-    id = choose(logits, row.sampling, row.generator)
+    id = choose(
+        logits,
+        row.sampling,
+        row.generator,
+        history=[*row.prompt_ids, *row.ids] if row.sampling.needs_history else (),
+        n_new=len(row.ids),
+        end_ids=stop_ids,
+    )
     if id in stop_ids:
         row.finish_reason = END_OF_TEXT
         return

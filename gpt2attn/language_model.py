@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, overload
 
 import torch
 
+from .beam import GREEDY, beam_search
 from .capture import AttentionMaps, Recorder, attention_maps, provenance
 from .checkpoint import load_model, weight_files
 from .files import sha256
@@ -24,7 +25,7 @@ from .generation import (
 )
 from .hub import Source, resolve
 from .model import GPT2
-from .sampling import DEFAULT_TEMPERATURE, DEFAULT_TOP_K, Sampling, new_seed
+from .sampling import Sampling, new_seed
 from .tokenizer import Tokenizer
 from .trace import HeadTrace, trace_head
 
@@ -44,12 +45,11 @@ class Generation:
     ids: list[int]
     text: str
     finish_reason: str  # "end of text", "stop string", "max new tokens" or "length limit"
-    seed: int
+    seed: int | None  # None where nothing is drawn: beam search
     logprobs: list[float]
     stop_string: str | None = None
-    attention: AttentionMaps | None = (
-        None  # of the prompt and the new tokens that were fed, on request
-    )
+    attention: AttentionMaps | None = None  # on request: of the prompt and the new tokens fed
+    score: float | None = None  # of a beam: its log-probability over length ** length_penalty
 
 
 class TextStream(Iterator[str]):
@@ -102,22 +102,28 @@ class LanguageModel:
         self,
         prompt: Prompt | Sequence[Prompt],
         max_new_tokens: int = DEFAULT_MAX_NEW_TOKENS,
+        *,
+        num_samples: int | None = None,
         **options: Any,
     ) -> Generation | list[Generation]:
         """Continue one prompt (a Generation) or several (a list of them, computed together).
 
         A prompt is text or token ids; the options are those of `stream`. Prompt i of several uses
-        seed + i and gives what it gives alone.
+        seed + i and gives what it gives alone. With `num_samples` n, each prompt is continued n
+        times, with seeds in a row, and a list comes back, the samples of the first prompt first.
         """
         prompts = _prompts(prompt)
-        run = self._start(prompts or [prompt], max_new_tokens, **options)
+        if num_samples is not None and num_samples < 1:
+            raise ValueError(f"num_samples must be at least 1, not {num_samples}.")
+        each = [one for one in prompts or [prompt] for _ in range(num_samples or 1)]
+        run = self._start(each, max_new_tokens, **options)
         for _ in run.steps:
             for row in run.rows:
                 row.take()
         for row in run.rows:
             row.finish()
         generations = [run.generation(number) for number in range(len(run.rows))]
-        return generations if prompts else generations[0]
+        return generations if prompts or num_samples else generations[0]
 
     def stream(
         self, prompt: Prompt, max_new_tokens: int = DEFAULT_MAX_NEW_TOKENS, **options: Any
@@ -125,15 +131,60 @@ class LanguageModel:
         """Continue one prompt, yielding text as soon as it is certain.
 
         Options:
-            temperature: 0 is greedy. top_k, top_p: keep the likeliest tokens only; None is off.
-            seed: None draws one, which the result names. stop: text, or several, before which the
-            new text ends. special: read `<|endoftext|>` in the prompt as that token, not as its
-            characters. attention: keep the maps of everything fed; `layers` and `heads` (None: all)
-            choose which.
+            seed: None draws one, which the result names.
+            stop: text, or several, before which the new text ends.
+            banned_words: texts that may not appear, with or without a space before them.
+            special: read `<|endoftext|>` in the prompt as that token, not as its characters.
+            attention: keep the maps of everything fed; `layers`, `heads` (None: all) choose which.
+            All others are those of `Sampling`: temperature, top_k, top_p, min_p, typical_p,
+            repetition_penalty, no_repeat_ngram_size, min_new_tokens, banned_ids, logit_bias.
 
         Raises ValueError before any compute if the prompt is empty or longer than the context.
         """
         return TextStream(self._start([prompt], max_new_tokens, **options))
+
+    def beam_search(
+        self,
+        prompt: Prompt,
+        max_new_tokens: int = DEFAULT_MAX_NEW_TOKENS,
+        *,
+        num_beams: int = 5,
+        num_return: int = 1,
+        length_penalty: float = 1.0,
+        early_stopping: bool | str = False,
+        banned_words: Sequence[str] = (),
+        special: bool = False,
+        **rules: Any,
+    ) -> list[Generation]:
+        """The best continuations that beam search finds, each with its score; see `beam`.
+
+        `rules` are those of `Sampling` that are no draws: repetition_penalty, no_repeat_ngram_size,
+        min_new_tokens, banned_ids, logit_bias.
+        """
+        ids = self.encode(prompt, special=special)
+        beams = beam_search(
+            self.model,
+            ids,
+            max_new_tokens,
+            n_beams=num_beams,
+            n_best=num_return,
+            length_penalty=length_penalty,
+            early_stopping=early_stopping,
+            end_ids=self.model.config.end_ids,
+            sampling=replace(GREEDY, banned_words=self._spellings(banned_words), **rules),
+        )
+        return [
+            Generation(
+                ids,
+                beam.ids,
+                self.tokenizer.decode(beam.ids),
+                beam.finish_reason,
+                None,
+                beam.logprobs,
+                score=beam.score,
+            )
+            for beam in beams
+        ]
 
     def attention(
         self,
@@ -199,22 +250,26 @@ class LanguageModel:
         files = weight_files(self.source.folder, allow_pickle=True)
         return {"model": self.source.name, "sha256": {path.name: sha256(path) for path in files}}
 
+    def _spellings(self, words: str | Sequence[str]) -> list[list[int]]:
+        """Token ids of words, each with and without a space before it."""
+        words = (words,) if isinstance(words, str) else words
+        return [self.tokenizer.encode(space + word) for word in words for space in ("", " ")]
+
     def _start(
         self,
         prompts: Sequence[Prompt],
         max_new_tokens: int,
         *,
-        temperature: float = DEFAULT_TEMPERATURE,
-        top_k: int | None = DEFAULT_TOP_K,
-        top_p: float | None = None,
         seed: int | None = None,
         stop: str | Sequence[str] = (),
+        banned_words: Sequence[str] = (),
         special: bool = False,
         attention: bool = False,
         layers: Sequence[int] | None = None,
         heads: Sequence[int] | None = None,
+        **options: Any,
     ) -> _Run:
-        sampling = Sampling(temperature, top_k, top_p)
+        sampling = Sampling(banned_words=self._spellings(banned_words), **options)
         seed = new_seed() if seed is None else seed
         rows = [
             _TextRow(
@@ -331,19 +386,22 @@ def load(
     revision: str | None = None,
     device: str = "auto",
     dtype: torch.dtype = torch.float32,
+    kernels: str = "torch",
     allow_pickle: bool = False,
     notify: Callable[[str], None] | None = None,
 ) -> LanguageModel:
     """A model with its tokenizer: `pocket` (built in), a folder, or a Hub name such as `gpt2`.
 
-    `device` is "auto" (CUDA if there is one), "cpu" or "cuda"; `notify` is given a line before a
-    download starts. Raises ValueError with one sentence if there is no such model or its files do
-    not fit.
+    `device` is "auto" (CUDA if there is one), "cpu" or "cuda"; `kernels` as in `load_model`;
+    `notify` is given a line before a download starts. Raises ValueError with one sentence if there
+    is no such model or its files do not fit.
     """
     source = resolve(name, revision=revision, notify=notify)
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
-    model = load_model(source.folder, device=device, dtype=dtype, allow_pickle=allow_pickle)
+    model = load_model(
+        source.folder, device=device, dtype=dtype, kernels=kernels, allow_pickle=allow_pickle
+    )
     return LanguageModel(model, Tokenizer.from_folder(source.folder), source)
 
 

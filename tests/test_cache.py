@@ -108,6 +108,30 @@ def test_select_and_repeat_rearrange_rows(model, ids):
             cache.select(bad)
 
 
+@pytest.mark.parametrize("order", [[0, 1, 2], [2, 0, 1], [1, 1, 0], [2, 2, 2]])
+@pytest.mark.parametrize("start", [0, 2, 4])
+def test_reorder_is_select_in_place(model, ids, order, start):
+    rows = torch.cat([ids, (ids[:1] + 5) % TINY["vocab_size"]])
+    rows[:, :start] = rows[:1, :start]
+    cache = KVCache.for_model(model, 3)
+    model(rows[:, :4], cache=cache)
+    for buffer in (cache.keys, cache.values):  # rounding may differ from row to row
+        buffer[:, :, :, :start] = buffer[:, :1, :, :start]
+    expected, buffer = cache.select(order), cache.keys.data_ptr()
+    cache.reorder(order, start)
+    assert cache.keys.data_ptr() == buffer
+    assert torch.equal(model(rows[order, 4:], cache=cache), model(rows[order, 4:], cache=expected))
+
+
+def test_reorder_keeps_the_number_of_rows(model, ids):
+    cache = KVCache.for_model(model, 2)
+    model(ids, cache=cache)
+    with pytest.raises(ValueError, match="3 rows do not fit in place of 2; select"):
+        cache.reorder([0, 1, 1])
+    with pytest.raises(ValueError, match="the cache has the rows 0 to 1"):
+        cache.reorder([0, 2])
+
+
 def test_truncate_forgets_the_end(model, ids):
     cache = KVCache.for_model(model, 2)
     model(ids, cache=cache)

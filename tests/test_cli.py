@@ -91,6 +91,41 @@ class TestGenerate:
         assert maps.prompt_lengths == [5]
         assert maps.metadata["seed"] == 1
 
+    def test_samples_have_seeds_in_a_row_and_are_as_alone(self, folder):
+        options = ("one", "-m", folder, "-n", "5", "--json")
+        result = run("generate", *options, "--seed", "7", "--num-samples", "3")
+        samples = [json.loads(line) for line in result.stdout.splitlines()]
+        assert [sample["seed"] for sample in samples] == [7, 8, 9]
+        for sample in samples:
+            alone = json.loads(run("generate", *options, "--seed", str(sample["seed"])).stdout)
+            assert alone["ids"] == sample["ids"]
+
+    def test_beams_are_printed_best_first_with_their_scores(self, folder):
+        options = ("generate", "one", "-m", folder, "-n", "5", "--num-beams", "4")
+        result = run(*options, "--num-return-sequences", "3", "--json")
+        beams = [json.loads(line) for line in result.stdout.splitlines()]
+        scores = [beam["score"] for beam in beams]
+        assert len(beams) == 3
+        assert scores == sorted(scores, reverse=True)
+        text = run(*options).stdout
+        assert text == f"--- 1 of 1\none{beams[0]['text']}\n"
+        refused(run(*options, "--stop", "x"), "--num-beams goes with neither")
+
+    def test_rules_reach_the_sampler(self, folder):
+        options = ("generate", "one", "-m", folder, "-n", "8", "-t", "0", "--json")
+        plain = json.loads(run(*options).stdout)
+        banned = plain["ids"][0]
+        for rule in (
+            ["--ban-id", str(banned)],
+            ["--logit-bias", f"{banned}=-1000"],
+            ["--ban", Tokenizer.gpt2().decode([banned])],
+        ):
+            result = json.loads(run(*options, *rule).stdout)
+            assert banned not in result["ids"], rule
+        refused(run(*options, "--logit-bias", "5"), "--logit-bias takes ID=BIAS")
+        refused(run(*options, "--repetition-penalty", "0"), "repetition_penalty")
+        refused(run(*options, "--min-new-tokens", "9"), "min_new_tokens is 9")
+
     def test_bad_input_is_one_sentence(self, folder, tmp_path):
         model = ("-m", folder)
         refused(run("generate", "", *model), "The prompt is empty")

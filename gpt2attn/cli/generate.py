@@ -6,7 +6,7 @@ import dataclasses
 import sys
 import time
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
@@ -16,6 +16,7 @@ from .common import (
     Device,
     DType,
     Json,
+    Kernels,
     Model,
     Revision,
     Special,
@@ -26,6 +27,9 @@ from .common import (
     read_text,
 )
 from .select import Heads, Layers, parse_numbers
+
+if TYPE_CHECKING:
+    from ..language_model import Generation, TextStream
 
 
 def generate(
@@ -42,12 +46,52 @@ def generate(
     top_p: Annotated[
         float, typer.Option(help="Keep the likeliest tokens of this mass; 1 is off.")
     ] = 1.0,
+    min_p: Annotated[
+        float, typer.Option(help="Keep tokens at least this likely beside the best; 0 is off.")
+    ] = 0.0,
+    typical_p: Annotated[
+        float, typer.Option(help="Keep the most typical tokens of this mass; 1 is off.")
+    ] = 1.0,
+    repetition_penalty: Annotated[
+        float, typer.Option(help="Above 1, make tokens of the text so far less likely.")
+    ] = 1.0,
+    no_repeat_ngram_size: Annotated[
+        int, typer.Option(min=0, help="Let no run of this many tokens appear twice; 0 is off.")
+    ] = 0,
+    min_new_tokens: Annotated[
+        int, typer.Option(min=0, help="No end of text before this many new tokens.")
+    ] = 0,
+    ban: Annotated[
+        list[str] | None, typer.Option(help="Text that may not appear; may be given several times.")
+    ] = None,
+    ban_id: Annotated[
+        list[int] | None, typer.Option(help="A token id that may not appear.")
+    ] = None,
+    logit_bias: Annotated[
+        list[str] | None,
+        typer.Option(metavar="ID=BIAS", help="Added to a token's logit, such as 464=-2.5."),
+    ] = None,
     seed: Annotated[
         int | None, typer.Option(help="The same seed gives the same text.", show_default="drawn")
     ] = None,
     stop: Annotated[
         list[str] | None, typer.Option(help="End before this text; may be given several times.")
     ] = None,
+    num_samples: Annotated[
+        int, typer.Option(min=1, help="Continue this often, with seeds in a row.")
+    ] = 1,
+    num_beams: Annotated[
+        int, typer.Option(min=1, help="Beam search with this many beams; 1 is off.")
+    ] = 1,
+    num_return_sequences: Annotated[
+        int, typer.Option(min=1, help="How many of the best beams to print.")
+    ] = 1,
+    length_penalty: Annotated[
+        float, typer.Option(help="Of beam search: above 0 favours long continuations.")
+    ] = 1.0,
+    early_stopping: Annotated[
+        Literal["false", "true", "never"], typer.Option(help="Of beam search, as in transformers.")
+    ] = "false",
     attention: Annotated[
         Path | None,
         typer.Option(
@@ -63,6 +107,7 @@ def generate(
     revision: Revision = None,
     device: Device = "auto",
     dtype: DType = "float32",
+    kernels: Kernels = "torch",
     threads: Threads = None,
     allow_pickle: AllowPickle = False,
     as_json: Json = False,
@@ -77,44 +122,104 @@ def generate(
         from ..dump import check_suffix
 
         check_suffix(attention)
-    lm = load_language_model(model, revision, device, dtype, threads, allow_pickle)
-    stream = lm.stream(
-        text,
-        max_new_tokens,
-        temperature=temperature,
-        top_k=top_k,
-        top_p=top_p,
-        seed=seed,
-        stop=stop or (),
-        special=special,
-        attention=attention is not None,
-        layers=parse_numbers(layers, "--layers"),
-        heads=parse_numbers(heads, "--heads"),
-    )
+    rules: dict[str, Any] = {
+        "repetition_penalty": repetition_penalty,
+        "no_repeat_ngram_size": no_repeat_ngram_size,
+        "min_new_tokens": min_new_tokens,
+        "banned_words": ban or (),
+        "banned_ids": ban_id or (),
+        "logit_bias": _parse_biases(logit_bias or ()),
+        "special": special,
+    }
+    draws: dict[str, Any] = {
+        "temperature": temperature,
+        "top_k": top_k,
+        "top_p": top_p,
+        "min_p": min_p,
+        "typical_p": typical_p,
+        "seed": seed,
+        "stop": stop or (),
+        "attention": attention is not None,
+        "layers": parse_numbers(layers, "--layers"),
+        "heads": parse_numbers(heads, "--heads"),
+    }
+    if num_beams > 1 and (num_samples > 1 or stop or attention is not None):
+        raise ValueError("--num-beams goes with neither --num-samples, --stop nor --attention.")
+    if num_samples > 1 and attention is not None:
+        raise ValueError("--attention goes with one continuation, not with --num-samples.")
+    lm = load_language_model(model, revision, device, dtype, threads, allow_pickle, kernels)
     started = time.perf_counter()
-    if not as_json:
-        _write(text)
-    for piece in stream:
-        if not as_json:
-            _write(piece)
-    seconds = time.perf_counter() - started
-    result = stream.generation
-    if as_json:
-        fields = {f.name: getattr(result, f.name) for f in dataclasses.fields(result)}
-        del fields["attention"]  # its place is the file that --attention names
-        print_json({"model": model, "prompt": text, **fields})
+    if num_beams > 1:
+        results = lm.beam_search(
+            text,
+            max_new_tokens,
+            num_beams=num_beams,
+            num_return=num_return_sequences,
+            length_penalty=length_penalty,
+            early_stopping={"false": False, "true": True}.get(early_stopping, early_stopping),
+            **rules,
+        )
+    elif num_samples > 1:
+        results = lm.generate(text, max_new_tokens, num_samples=num_samples, **draws, **rules)
     else:
-        _write("\n")
-    note(
-        f"{len(result.prompt_ids)} + {len(result.ids)} tokens, "
-        f"{len(result.ids) / seconds:.1f} tokens/s, seed {result.seed}, "
-        f"ended by: {result.finish_reason}"
-    )
+        stream = lm.stream(text, max_new_tokens, **draws, **rules)
+        results = [_stream(stream, text, show=not as_json)]
+    seconds = time.perf_counter() - started
+    for number, result in enumerate(results):
+        if as_json:
+            print_json({"model": model, "prompt": text, **_fields(result)})
+        elif len(results) > 1 or num_beams > 1:
+            _write(f"--- {number + 1} of {len(results)}\n{text}{result.text}\n")
+        note(_summary(result, seconds))
     if attention is not None:
-        if result.attention is None:
-            raise ValueError("No token was fed, so there are no attention maps to write.")
-        result.attention.save(attention)
-        note(f"attention maps of {len(result.attention.ids[0])} tokens in {attention}")
+        _save_attention(results[0], attention)
+
+
+def _stream(stream: TextStream, prompt: str, *, show: bool) -> Generation:
+    """Run a stream to its end, showing the prompt and each piece as it comes."""
+    if show:
+        _write(prompt)
+    for piece in stream:
+        if show:
+            _write(piece)
+    if show:
+        _write("\n")
+    assert stream.generation is not None
+    return stream.generation
+
+
+def _fields(result: Generation) -> dict[str, Any]:
+    """A result as JSON holds it; the place of its attention is the file that --attention names."""
+    names = [field.name for field in dataclasses.fields(result) if field.name != "attention"]
+    return {name: getattr(result, name) for name in names}
+
+
+def _summary(result: Generation, seconds: float) -> str:
+    origin = f"score {result.score:.4f}" if result.seed is None else f"seed {result.seed}"
+    return (
+        f"{len(result.prompt_ids)} + {len(result.ids)} tokens, "
+        f"{len(result.ids) / seconds:.1f} tokens/s, {origin}, ended by: {result.finish_reason}"
+    )
+
+
+def _save_attention(result: Generation, path: Path) -> None:
+    if result.attention is None:
+        raise ValueError("No token was fed, so there are no attention maps to write.")
+    result.attention.save(path)
+    note(f"attention maps of {len(result.attention.ids[0])} tokens in {path}")
+
+
+def _parse_biases(pairs: list[str] | tuple[()]) -> dict[int, float]:
+    biases = {}
+    for pair in pairs:
+        id, _, bias = pair.partition("=")
+        try:
+            biases[int(id)] = float(bias)
+        except ValueError:
+            raise ValueError(
+                f"--logit-bias takes ID=BIAS, such as 464=-2.5, not {pair!r}."
+            ) from None
+    return biases
 
 
 def _write(piece: str) -> None:
