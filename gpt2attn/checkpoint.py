@@ -26,6 +26,7 @@ from torch import Tensor
 from .config import GPT2Config
 from .files import replacing
 from .hub import CONFIG, INDEX, WEIGHTS, resolve, shard_names
+from .kernels import use_kernels
 from .model import GPT2
 from .untrusted import check_header, listed, local_file, refuse_placeholder
 
@@ -79,13 +80,15 @@ def load_model(
     dtype: torch.dtype = torch.float32,
     allow_pickle: bool = False,
     allow_nonfinite: bool = False,
+    kernels: str = "torch",
 ) -> GPT2:
     """The model in a checkpoint folder, a Hub repository or the built-in `pocket`, for inference.
 
     `dtype` is what the weights are stored and computed in, whatever the file holds; nothing in a
     config lowers it. `allow_pickle` permits pytorch_model.bin where there is no safetensors file,
     read as plain tensors without running code. Weights with NaN or infinity are refused, or with
-    `allow_nonfinite` reported by a warning.
+    `allow_nonfinite` reported by a warning. `kernels` "torch" keeps every product torch's own, bit
+    for bit transformers'; "auto" decodes with the compiled step where it fits (`kernels`).
 
     A float32 model on the CPU is a private map of its file: do not write into the file itself while
     the model is in use; `save_model` puts a new one in its place, which is safe.
@@ -109,7 +112,9 @@ def load_model(
         state = {key: chosen[key].read().to(device, dtype) for key in model.state_dict()}
     _check_finite(state, chosen, folder, allow_nonfinite)
     model.load_state_dict(state, assign=True)
-    return model.requires_grad_(False).eval()
+    model.requires_grad_(False).eval()
+    use_kernels(model, kernels)
+    return model
 
 
 def save_model(model: GPT2, folder: str | os.PathLike[str]) -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -19,6 +20,9 @@ from .attention import AttentionSteps, attend, causal_mask
 from .cache import KVCache
 from .config import GPT2Config
 from .kernels import Linear
+
+if TYPE_CHECKING:
+    from .kernels.decode import CompiledStep
 
 # observe(layer, steps) reads what a layer computed.
 Observer = Callable[[int, AttentionSteps], object]
@@ -159,6 +163,11 @@ class GPT2(nn.Module):
         self.ln_f = nn.LayerNorm(config.n_embd, eps=config.layer_norm_epsilon)
         if not config.tie_word_embeddings:
             self.lm_head = nn.Linear(config.n_embd, config.vocab_size, bias=False)
+        self.compiled: CompiledStep | None = None  # see kernels.use_kernels
+
+    def _apply(self, *arguments: Any, **options: Any) -> GPT2:
+        self.compiled = None  # it holds on to the weights as they were before this move or cast
+        return super()._apply(*arguments, **options)
 
     @property
     def dtype(self) -> torch.dtype:
@@ -207,12 +216,17 @@ class GPT2(nn.Module):
         past = 0 if cache is None else cache.length
         if cache is not None:
             cache.check_room(B, T)
-        positions, allowed = self._positions_and_mask(B, T, past, cache, attention_mask)
-        wanted = getattr(observe, "layers", None)
-        x = self.wte(ids) + self.wpe(positions)
-        for layer, block in enumerate(self.h):
-            looked_at = observe is not None and (wanted is None or layer in wanted)
-            x = block(x, cache, allowed, observe if looked_at else None, edit)
+        mask = self._mask(attention_mask, B, past + T, cache)
+        x = self.wte(ids) + self.wpe(self._positions(mask, T, past))
+        plain = observe is None and edit is None and cache is not None
+        if plain and self.compiled is not None and self.compiled.takes(x):
+            x = self.compiled.blocks(x, cache, mask)
+        else:
+            allowed = self._allowed(mask, T, past)
+            wanted = getattr(observe, "layers", None)
+            for layer, block in enumerate(self.h):
+                looked_at = observe is not None and (wanted is None or layer in wanted)
+                x = block(x, cache, allowed, observe if looked_at else None, edit)
         if cache is not None:
             cache.advance(T)
         return self.ln_f(x)
@@ -220,33 +234,44 @@ class GPT2(nn.Module):
     def unembed(self, x: Tensor) -> Tensor:
         """Logits (..., V) of (..., C): a product with the embedding table, unless untied."""
         table = self.wte if self.config.tie_word_embeddings else self.lm_head
+        if self.compiled is not None and self.compiled.takes(x):
+            return self.compiled.unembed(x, table.weight)
         return F.linear(x, table.weight)
 
-    def _positions_and_mask(
-        self, B: int, T: int, past: int, cache: KVCache | None, attention_mask: Tensor | None
-    ) -> tuple[Tensor, Tensor | None]:
-        """Positions (1 or B, T) of the new tokens, and where they may look.
+    def _mask(
+        self, attention_mask: Tensor | None, B: int, S: int, cache: KVCache | None
+    ) -> Tensor | None:
+        """`attention_mask` checked, as booleans (B, S), True for a token."""
+        if attention_mask is not None:
+            mask = _as_mask(attention_mask, B, S, 0 if cache is None else cache.length)
+            if cache is not None:
+                cache.padded = cache.padded or not bool(mask.all())
+            return mask.to(self.device)
+        if cache is not None and cache.padded:
+            raise ValueError(
+                f"The cache holds padding: pass attention_mask of shape ({B}, {S}) again."
+            )
+        return None
 
-        None means causal with nothing cached, which the kernels do by themselves.
-        """
-        S = past + T
-        if attention_mask is None:
-            if cache is not None and cache.padded:
-                raise ValueError(
-                    f"The cache holds padding: pass attention_mask of shape ({B}, {S}) again."
-                )
-            self._check_length(S, T, past)
-            positions = torch.arange(past, S, device=self.device)[None]
-            # One query sees everything, and with nothing cached the kernel masks by itself.
-            return positions, None if T == 1 or past == 0 else causal_mask(T, S, self.device)
-        mask = _as_mask(attention_mask, B, S, past).to(self.device)
+    def _positions(self, mask: Tensor | None, T: int, past: int) -> Tensor:
+        """Positions (1 or B, T) of the new tokens: how many real tokens stand before each."""
+        if mask is None:
+            self._check_length(past + T, T, past)
+            return torch.arange(past, past + T, device=self.device)[None]
         counts = mask.cumsum(dim=1)
         self._check_length(int(counts[:, -1].max()), T, past)
-        positions = (counts - 1).clamp_(min=0)[:, past:]
-        allowed = causal_mask(T, S, self.device) & mask[:, None, None, :]  # (B, 1, T, S)
-        if cache is not None:
-            cache.padded = cache.padded or not bool(mask.all())
-        return positions, allowed & mask[:, None, past:, None]
+        return (counts - 1).clamp_(min=0)[:, past:]
+
+    def _allowed(self, mask: Tensor | None, T: int, past: int) -> Tensor | None:
+        """Where the new tokens may look, broadcastable to (B, H, T, S), padding nowhere.
+
+        None means causal with nothing cached, which the kernels do by themselves, or one query,
+        which may look at everything.
+        """
+        if mask is None:
+            return None if T == 1 or past == 0 else causal_mask(T, past + T, self.device)
+        causal = causal_mask(T, past + T, self.device)
+        return causal & mask[:, None, None, :] & mask[:, None, past:, None]
 
     def _check_length(self, n_tokens: int, n_new: int, past: int) -> None:
         limit = self.config.n_positions

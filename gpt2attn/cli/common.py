@@ -47,6 +47,10 @@ Device = Annotated[Literal["auto", "cpu", "cuda"], typer.Option(help="Where to c
 DType = Annotated[
     Literal["float32", "bfloat16", "float16"], typer.Option(help="How weights are stored.")
 ]
+Kernels = Annotated[
+    Literal["auto", "torch"],
+    typer.Option(help="torch: bit for bit transformers'; auto: compiled decoding where it fits."),
+]
 Threads = Annotated[
     int | None, typer.Option(min=1, help="CPU threads.", show_default="one for each core")
 ]
@@ -103,6 +107,7 @@ def load_language_model(
     dtype: str,
     threads: int | None,
     allow_pickle: bool,
+    kernels: str = "torch",
 ) -> LanguageModel:
     """`load` with the options of the command line."""
     import torch
@@ -117,5 +122,6 @@ def load_language_model(
         device=device,
         dtype=getattr(torch, dtype),
         allow_pickle=allow_pickle,
+        kernels=kernels,
         notify=note,
     )

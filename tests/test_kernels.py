@@ -1,0 +1,231 @@
+"""The compiled decode step against torch's kernels and float64."""
+
+import os
+import subprocess
+import sys
+import threading
+
+import pytest
+import torch
+from checkpoints import TINY, write_checkpoint
+
+from gpt2attn import KVCache, generate, load_model
+from gpt2attn.generation import Row, decode
+from gpt2attn.kernels import use_kernels
+from gpt2attn.kernels.decode import MAX_ROWS
+from gpt2attn.sampling import Sampling
+
+# Other sums of float32 numbers; transformers' own distance from float64 here is about 4e-6.
+CLOSE = {"rtol": 0, "atol": 5e-5}
+
+
+def random_ids(*shape, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(TINY["vocab_size"], shape, generator=generator)
+
+
+def both(folder, n_threads=2):
+    """The same model with torch's kernels and with the compiled step."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(n_threads)
+    try:
+        fast = load_model(folder, kernels="auto")
+    finally:
+        torch.set_num_threads(before)
+    assert fast.compiled is not None
+    return load_model(folder, kernels="torch"), fast
+
+
+def run(model, chunks, mask=None):
+    cache = KVCache.for_model(model, chunks[0].shape[0])
+    out = []
+    for chunk in chunks:
+        seen = None if mask is None else mask[:, : cache.length + chunk.shape[1]]
+        out.append(model(chunk, cache=cache, attention_mask=seen))
+    return torch.cat(out, dim=1), cache
+
+
+@pytest.mark.parametrize("n_threads", [1, 2, 3, 4, 9])
+@pytest.mark.parametrize("settings", [{}, {"n_inner": 37}, {"n_embd": 24, "n_head": 2}])
+def test_any_chunking_and_number_of_threads(tmp_path, n_threads, settings):
+    torch_model, fast = both(write_checkpoint(tmp_path, settings), n_threads)
+    ids = random_ids(2, 16)
+    for sizes in ([16], [8, 8], [5, 1, 1, 3, 6], [1] * 16):
+        chunks = ids.split(sizes, dim=1)
+        logits, cache = run(fast, chunks)
+        expected, torch_cache = run(torch_model, chunks)
+        torch.testing.assert_close(logits, expected, **CLOSE)
+        torch.testing.assert_close(cache.keys, torch_cache.keys, **CLOSE)
+        torch.testing.assert_close(cache.values, torch_cache.values, **CLOSE)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"scale_attn_weights": False},
+        {"scale_attn_by_inverse_layer_idx": True},
+        {"reorder_and_upcast_attn": True},
+        {"activation_function": "gelu_fast"},
+        {"activation_function": "gelu_pytorch_tanh"},
+        {"layer_norm_epsilon": 1e-2},
+        {"tie_word_embeddings": False},
+    ],
+)
+def test_every_setting_reaches_it(tmp_path, settings):
+    torch_model, fast = both(write_checkpoint(tmp_path, settings))
+    chunks = random_ids(2, 12).split([4, 1, 7], dim=1)
+    torch.testing.assert_close(run(fast, chunks)[0], run(torch_model, chunks)[0], **CLOSE)
+
+
+def test_it_is_as_close_to_float64_as_torch(tiny_folder):
+    torch_model, fast = both(tiny_folder)
+    chunks = random_ids(2, 16).split([6] + [1] * 10, dim=1)
+    exact, _ = run(load_model(tiny_folder, dtype=torch.float64), chunks)
+    distance, reference = (
+        float((run(model, chunks)[0].double() - exact).abs().max()) for model in (fast, torch_model)
+    )
+    assert distance <= 2 * reference
+
+
+def test_a_token_gets_the_same_bits_alone_and_beside_others(tiny_folder):
+    _, fast = both(tiny_folder)
+    ids = random_ids(2, 14)
+    one_by_one, _ = run(fast, ids.split([8] + [1] * 6, dim=1))
+    together, _ = run(fast, ids.split([8, 6], dim=1))
+    assert torch.equal(one_by_one, together)
+    alone, _ = run(fast, ids[1:].split([8] + [1] * 6, dim=1))
+    assert torch.equal(one_by_one[1, 8:], alone[0, 8:])
+
+
+def test_padding_is_left_out(tiny_folder):
+    torch_model, fast = both(tiny_folder)
+    ids, mask = random_ids(3, 12), torch.ones(3, 12, dtype=torch.long)
+    mask[0, :5] = mask[2, :1] = mask[1, 11:] = 0
+    chunks = ids.split([7, 1, 1, 3], dim=1)
+    logits, _ = run(fast, chunks, mask)
+    expected, _ = run(torch_model, chunks, mask)
+    real = mask.bool()
+    torch.testing.assert_close(logits[real], expected[real], **CLOSE)
+    assert logits.isfinite().all()
+
+
+def test_the_same_greedy_text_in_a_batch_and_alone(tmp_path):
+    torch_model, fast = both(write_checkpoint(tmp_path, {"n_positions": 128}))
+    prompts = [random_ids(n, seed=n).tolist() for n in (9, 3, 1)]
+    texts = []
+    for model in (torch_model, fast):
+        rows = [Row(prompt, Sampling(temperature=0), 0) for prompt in prompts]
+        for _ in decode(model, rows, 60):
+            pass
+        texts.append([row.ids for row in rows])
+    assert texts[0] == texts[1]
+    assert texts[1][0] == list(generate(fast, prompts[0], 60, temperature=0))
+
+
+def test_who_looks_or_edits_gets_torchs_kernels(tiny_folder):
+    torch_model, fast = both(tiny_folder)
+    ids = random_ids(1, 6)
+    for arguments in ({"observe": lambda *_: None}, {"edit": lambda layer, site, x: x}):
+        results = []
+        for model in (torch_model, fast):
+            cache = KVCache.for_model(model)
+            results.append(model.hidden(ids, cache=cache, **arguments))
+        assert torch.equal(*results)
+
+
+def test_larger_passes_run_on_torch(tiny_folder):
+    torch_model, fast = both(tiny_folder)
+    ids = random_ids(2, MAX_ROWS // 2 + 1)
+    results = [model(ids, cache=KVCache.for_model(model, 2)) for model in (torch_model, fast)]
+    assert torch.equal(*results)
+
+
+class TestWhereItDoesNotFit:
+    def test_the_reason_is_told(self, tmp_path, tiny_folder):
+        relu = load_model(write_checkpoint(tmp_path, {"activation_function": "relu"}))
+        half = load_model(tiny_folder, dtype=torch.bfloat16)
+        assert use_kernels(relu, "auto") == "torch (the activation is relu)"
+        assert use_kernels(half, "auto") == "torch (the weights are bfloat16)"
+        assert use_kernels(load_model(tiny_folder), "torch") == "torch"
+        assert use_kernels(load_model(tiny_folder), "auto").startswith("numba, ")
+        with pytest.raises(ValueError, match="kernels must be one of auto, torch, not 'cuda'"):
+            load_model(tiny_folder, kernels="cuda")
+
+    def test_without_numba_everything_runs_on_torch(self, tiny_folder):
+        program = (
+            "import sys; sys.modules['numba'] = None\n"
+            "from gpt2attn import load_model\n"
+            "from gpt2attn.kernels import use_kernels\n"
+            f"model = load_model({str(tiny_folder)!r}, kernels='auto')\n"
+            "print(model.compiled, use_kernels(model, 'auto'))"
+        )
+        result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+        assert result.stdout == "None torch (numba is not installed)\n", result.stderr
+
+    def test_a_cast_drops_the_step_that_knows_the_old_weights(self, tiny_folder):
+        _, fast = both(tiny_folder)
+        assert fast.double().compiled is None
+        expected = load_model(tiny_folder, dtype=torch.float64)(random_ids(1, 3))
+        assert torch.equal(fast(random_ids(1, 3)), expected)
+
+    def test_weights_changed_in_place_are_seen(self, tiny_folder):
+        torch_model, fast = both(tiny_folder)
+        for model in (torch_model, fast):
+            model.h[1].mlp.c_fc.weight.data = model.h[1].mlp.c_fc.weight.data.clone()
+        use_kernels(fast, "auto")
+        for model in (torch_model, fast):
+            model.h[1].mlp.c_fc.weight.data *= 0.5
+        chunks = random_ids(1, 6).split([5, 1], dim=1)
+        torch.testing.assert_close(run(fast, chunks)[0], run(torch_model, chunks)[0], **CLOSE)
+
+
+class TestThreads:
+    def test_several_threads_share_one_model(self, tiny_folder):
+        _, fast = both(tiny_folder)
+        inputs = [random_ids(1, 9, seed=seed).split([3, 1, 5], dim=1) for seed in range(6)]
+        expected = [run(fast, chunks)[0] for chunks in inputs]
+        results = [None] * len(inputs)
+
+        def work(number):
+            results[number] = run(fast, inputs[number])[0]
+
+        threads = [threading.Thread(target=work, args=(n,)) for n in range(len(inputs))]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(60)
+        assert all(torch.equal(a, b) for a, b in zip(results, expected, strict=True))
+
+    @pytest.mark.skipif(not hasattr(os, "fork"), reason="this system has no fork")
+    def test_it_works_in_a_forked_child(self, tiny_folder):
+        program = f"""
+import os, torch
+torch.set_num_threads(2)
+from gpt2attn import generate, load_model
+model = load_model({str(tiny_folder)!r}, kernels="auto")
+torch.set_num_threads(1)  # torch's own pool does not survive a fork
+expected = list(generate(model, [1, 2], 8, temperature=0))
+if os.fork() == 0:
+    os._exit(list(generate(model, [1, 2], 8, temperature=0)) != expected)
+print(os.wait()[1], list(generate(model, [1, 2], 8, temperature=0)) == expected)
+"""
+        result = subprocess.run(
+            [sys.executable, "-c", program], capture_output=True, text=True, timeout=120
+        )
+        assert result.stdout == "0 True\n", result.stderr
+
+    def test_an_interrupt_sends_the_other_threads_home(self, tiny_folder):
+        _, fast = both(tiny_folder)
+        expected = list(generate(fast, [1, 2], 8, temperature=0))
+        team = fast.compiled._team
+
+        def interrupted(thread, n_threads, shared, *_):
+            from gpt2attn.kernels.team import barrier
+
+            if thread == 0:
+                raise KeyboardInterrupt
+            barrier(shared, n_threads)
+
+        with pytest.raises(KeyboardInterrupt):
+            team.run(interrupted)
+        assert list(generate(fast, [1, 2], 8, temperature=0)) == expected
