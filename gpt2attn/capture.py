@@ -14,7 +14,7 @@ import platform
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -23,6 +23,9 @@ from torch import Tensor
 from . import __version__
 from .attention import AttentionSteps
 from .model import GPT2, as_ids
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 STAGES = ("scores", "scaled", "masked", "weights")
 MASK_RULE = "minus infinity is added to scaled scores above the diagonal and at padding"
@@ -110,6 +113,31 @@ class AttentionMaps:
         from .dump import save_maps
 
         save_maps(self, Path(path))
+
+    def figure(
+        self,
+        layer: int | None = None,
+        head: int | None = None,
+        *,
+        text: int = 0,
+        show: str = "weights",
+    ) -> Figure:
+        """A matplotlib Figure of all heads, of one layer's, or of one; see `render.image`."""
+        from .render.image import maps_figure
+
+        return maps_figure(self, layer, head, text=text, show=show)
+
+    def html(self, *, title: str | None = None) -> str:
+        """One self-contained page to explore the maps in a browser; see `render.html`."""
+        from .render.html import render_page
+
+        return render_page(self, title=title)
+
+    def _repr_html_(self) -> str | None:
+        """A static picture, for notebooks."""
+        from .render.image import maps_html
+
+        return maps_html(self)
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> AttentionMaps:

@@ -139,7 +139,7 @@ class TestGenerate:
         refused(
             run("generate", "a", "--layers", "9", "--attention", "x.npz", *model), "layers 0 to 2"
         )
-        refused(run("generate", "a", "--attention", "x.png", *model), "must end in one of")
+        refused(run("generate", "a", "--attention", "x.gif", *model), "must end in what")
         refused(run("generate", "a", "-m", tmp_path / "nowhere"), "nowhere", "--model pocket")
         refused(run("generate", "a", "-m", tmp_path), "config.json")
         assert list(tmp_path.iterdir()) == []
@@ -202,12 +202,35 @@ class TestAttention:
         assert maps.weights.shape == (2, 1, 1, 2, 2)
         assert str(maps.weights.dtype) == "torch.float16"
 
+    def test_without_a_file_the_terminal_shows_them(self, folder):
+        every = run("attention", "-m", folder).stdout
+        one = run("attention", "-m", folder, "--layers", "1", "--heads", "2").stdout
+        weights = load(folder, device="cpu").attention(SENTENCE).head(1, 2)
+        assert every.startswith("Attention of all 12 heads\n")
+        for label in ("Apple", "␣raised", "␣target"):
+            assert label in one
+        assert f"{100 * float(weights[4, 0]):.0f}%" in one
+        assert max(map(len, (every + one).splitlines())) <= 80
+
+    @pytest.mark.parametrize(
+        ("suffix", "start"), [("png", b"\x89PNG"), ("svg", b"<?xml"), ("html", b"<!doctype html>")]
+    )
+    def test_pictures_and_the_page(self, folder, tmp_path, suffix, start):
+        path = tmp_path / f"maps.{suffix}"
+        assert run("attention", "-m", folder, "-o", path).status == 0
+        assert path.read_bytes().lower().startswith(start.lower())
+        path = tmp_path / f"generated.{suffix}"
+        options = ("one", "-m", folder, "-n", "3", "--attention", path)
+        assert run("generate", *options).status == 0
+        assert path.stat().st_size > 1000
+        refused(run("generate", *options), "already there; --force")
+
     def test_refusals_leave_no_file(self, folder, tmp_path):
         path = tmp_path / "maps.npz"
         refused(run("attention", "-m", folder, "-o", path, "--layers", "3"), "layers 0 to 2")
         refused(run("attention", "-m", folder, "-o", path, "--layers", "2-1"), "runs backwards")
         refused(run("attention", "-m", folder, "-o", path, "--heads", "a"), "--heads takes numbers")
-        refused(run("attention", "-m", folder, "-o", tmp_path / "maps.gif"), "must end in one of")
+        refused(run("attention", "-m", folder, "-o", tmp_path / "maps.gif"), "must end in what")
         refused(run("attention", "", "-m", folder, "-o", path), "is empty")
         assert not path.exists()
         path.write_bytes(b"mine")

@@ -21,6 +21,7 @@ from .common import (
     note,
     read_text,
 )
+from .maps import PAGE, SUFFIXES_HELP, check_out, print_maps, write_maps
 from .select import Heads, Layers, parse_numbers
 
 if TYPE_CHECKING:
@@ -41,13 +42,11 @@ def attention(
         typer.Option("--input", help='Many texts, one a line: .txt, or .jsonl with a "text".'),
     ] = None,
     out: Annotated[
-        Path,
+        Path | None,
         typer.Option(
-            "--out",
-            "-o",
-            help="A .safetensors, .npz, .json or .csv file; with --input, a folder.",
+            "--out", "-o", help=f"Write {SUFFIXES_HELP}; with --input, a folder of dumps."
         ),
-    ] = Path("maps.safetensors"),
+    ] = None,
     suffix: Annotated[
         Suffix, typer.Option("--format", help="Of the files in the folder, with --input.")
     ] = "safetensors",
@@ -74,9 +73,12 @@ def attention(
     allow_pickle: AllowPickle = False,
     debug: Debug = False,
 ) -> None:
-    """Write the attention maps of a text to a file, or those of many texts to a folder.
+    """Show the attention maps of a text, or write them to a file; with --input, those of many.
 
-    Example:  gpt2attn attention "Apple raised its price target" --out maps.safetensors
+    One layer and one head (--layers 5 --heads 1) are shown large, else all in small. A page is made
+    of all that was captured; give it every --stage to switch between them.
+
+    Example:  gpt2attn attention "Apple raised its price target" --out maps.html
     """
     import torch
 
@@ -87,30 +89,31 @@ def attention(
         "dtype": getattr(torch, map_dtype),
     }
     if records is not None:
-        if text is not None or text_file is not None:
-            raise ValueError("Give one text or --input, not both.")
+        if text is not None or text_file is not None or out is None:
+            raise ValueError("--input goes with --out FOLDER, and not with another text.")
         lm = load_language_model(model, revision, device, dtype, threads, allow_pickle)
         _dump_many(lm, records, out, suffix, special, options)
         return
-    from ..dump import check_suffix
-
-    check_suffix(out)
-    if out.exists() and not force:
-        raise ValueError(f"{out} is already there; --force replaces it.")
+    if out is not None:
+        check_out(out, force=force)
     if text is None and text_file is None:
         text = STANDING_SENTENCE
     text = read_text(text, text_file, what="text")
     lm = load_language_model(model, revision, device, dtype, threads, allow_pickle)
-    _dump_one(lm, lm.encode(text, special=special), out, options)
+    ids = lm.encode(text, special=special)
+    if not ids:
+        raise ValueError("The text is empty: attention needs at least one token.")
+    if out is None:
+        print_maps(lm.attention(ids, **options))
+    else:
+        _write(lm, ids, out, options)
 
 
-def _dump_one(lm: LanguageModel, ids: list[int], path: Path, options: dict[str, Any]) -> None:
+def _write(lm: LanguageModel, ids: list[int], path: Path, options: dict[str, Any]) -> None:
     """Write one text's maps, saying first how large they are."""
     from ..capture import chosen
     from ..dump import dump_attention, dump_bytes
 
-    if not ids:
-        raise ValueError("The text is empty: attention needs at least one token.")
     config = lm.model.config
     layers = chosen(options["layers"], config.n_layer, "layer")
     heads = chosen(options["heads"], config.n_head, "head")
@@ -121,11 +124,17 @@ def _dump_one(lm: LanguageModel, ids: list[int], path: Path, options: dict[str, 
         f"{len(ids)} tokens, {len(layers)} layers x {len(heads)} heads: "
         f"{n_bytes / 1e6:,.1f} MB of numbers to {path}"
     )
-    if path.suffix.lower() == ".safetensors":
+    if path.suffix.lower() == ".safetensors":  # written as they are made, never all in memory
         labels = lm.tokenizer.labels(ids)
         dump_attention(lm.model, ids, path, labels=labels, metadata=lm.provenance, **options)
-    else:
-        lm.attention(ids, **options).save(path)
+        return
+    norms = None
+    if path.suffix.lower() == PAGE:
+        from ..analysis import measure_heads
+
+        norms = measure_heads(lm.model, ids, lambda layer, steps: steps.v[0].norm(dim=-1))
+        norms = norms[layers][:, heads].cpu()
+    write_maps(lm.attention(ids, **options), path, value_norms=norms)
 
 
 def _dump_many(

@@ -26,6 +26,7 @@ from .common import (
     print_json,
     read_text,
 )
+from .maps import SUFFIXES_HELP, check_out, write_maps
 from .select import Heads, Layers, parse_numbers
 
 if TYPE_CHECKING:
@@ -96,10 +97,12 @@ def generate(
         Path | None,
         typer.Option(
             metavar="FILE",
-            help="Also write the attention maps of prompt and new text: "
-            ".safetensors, .npz, .json or .csv.",
+            help=f"Also write the attention maps of prompt and new text: {SUFFIXES_HELP}.",
         ),
     ] = None,
+    force: Annotated[
+        bool, typer.Option("--force", help="Replace an existing file of attention maps.")
+    ] = False,
     layers: Layers = None,
     heads: Heads = None,
     special: Special = False,
@@ -119,9 +122,7 @@ def generate(
     """
     text = read_text(prompt, prompt_file, what="prompt")
     if attention is not None:
-        from ..dump import check_suffix
-
-        check_suffix(attention)
+        check_out(attention, force=force)
     rules: dict[str, Any] = {
         "repetition_penalty": repetition_penalty,
         "no_repeat_ngram_size": no_repeat_ngram_size,
@@ -205,7 +206,7 @@ def _summary(result: Generation, seconds: float) -> str:
 def _save_attention(result: Generation, path: Path) -> None:
     if result.attention is None:
         raise ValueError("No token was fed, so there are no attention maps to write.")
-    result.attention.save(path)
+    write_maps(result.attention, path)
     note(f"attention maps of {len(result.attention.ids[0])} tokens in {path}")
 
 
