@@ -209,7 +209,7 @@ class TestAttention:
         assert every.startswith("Attention of all 12 heads\n")
         for label in ("Apple", "␣raised", "␣target"):
             assert label in one
-        assert f"{100 * float(weights[4, 0]):.0f}%" in one
+        assert f"{100 * float(weights[4, 0]):.1f}" in one
         assert max(map(len, (every + one).splitlines())) <= 80
 
     @pytest.mark.parametrize(
