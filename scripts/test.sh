@@ -1,0 +1,10 @@
+#!/usr/bin/env bash
+# Makes a virtual environment (VENV, .venv by default), installs the package with what its tests need, runs them.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+venv=${VENV:-.venv}
+[ -x "$venv/bin/python" ] || python3 -m venv "$venv"
+"$venv/bin/pip" install --quiet --editable ".[test]"
+"$venv/bin/ruff" check
+"$venv/bin/ruff" format --check
+exec "$venv/bin/python" -m pytest "$@"
