@@ -17,6 +17,7 @@ from . import (
     attention,
     download,
     drift,
+    explain,
     generate,
     heads,
     info,
@@ -43,6 +44,7 @@ app = typer.Typer(
 for command in (
     generate.generate,
     attention.attention,
+    explain.explain,
     trace.trace,
     heads.heads,
     neighbours.neighbours,
