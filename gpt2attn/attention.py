@@ -49,7 +49,7 @@ def mask_scores(scaled: Tensor, allowed: Tensor | None, *, in_place: bool = Fals
 
 
 def attention_weights(masked: Tensor, allowed: Tensor | None, *, in_place: bool = False) -> Tensor:
-    """(B, H, T, S) softmax over keys; a row of zeros for a query that may look nowhere (padding)."""
+    """(B, H, T, S) softmax over keys; zeros for a query that may look nowhere (padding)."""
     weights = torch.softmax(masked, dim=-1, out=masked if in_place else None)
     if allowed is None:
         return weights

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, overload
@@ -26,6 +26,7 @@ from .generation import (
 from .hub import Source, resolve
 from .model import GPT2
 from .sampling import Sampling, new_seed
+from .scoring import Continuation, Score, continuation_logprobs, encode_pair, score_texts
 from .tokenizer import Tokenizer
 from .trace import HeadTrace, trace_head
 
@@ -216,6 +217,27 @@ class LanguageModel:
             labels=[self.tokenizer.labels(row) for row in rows],
             metadata=self.provenance,
         )
+
+    @overload
+    def score(self, text: Prompt, **options: Any) -> Score: ...
+    @overload
+    def score(self, text: Sequence[Prompt], **options: Any) -> list[Score]: ...
+
+    def score(self, text: Prompt | Sequence[Prompt], **options: Any) -> Score | list[Score]:
+        """The log-probability and rank of each token of one text or several; see `scoring`.
+
+        Options: context, stride, bos (end-of-text in front), special, full_last, batch_tokens.
+        """
+        texts = _prompts(text)
+        scores = list(score_texts(self.model, self.tokenizer, texts or [text], **options))
+        return scores if texts else scores[0]
+
+    def continuation_logprobs(
+        self, pairs: Iterable[tuple[str, str]], **options: Any
+    ) -> Iterator[Continuation]:
+        """The log-likelihood of each (context, continuation), as evaluation harnesses ask for it."""
+        encoded = (encode_pair(self.tokenizer, *pair) for pair in pairs)
+        return continuation_logprobs(self.model, encoded, **options)
 
     def trace(
         self,
