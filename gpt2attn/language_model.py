@@ -235,7 +235,7 @@ class LanguageModel:
     def continuation_logprobs(
         self, pairs: Iterable[tuple[str, str]], **options: Any
     ) -> Iterator[Continuation]:
-        """The log-likelihood of each (context, continuation), as evaluation harnesses ask for it."""
+        """The log-likelihood of each (context, continuation), as evaluation harnesses ask."""
         encoded = (encode_pair(self.tokenizer, *pair) for pair in pairs)
         return continuation_logprobs(self.model, encoded, **options)
 

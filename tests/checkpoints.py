@@ -1,7 +1,7 @@
-"""Random checkpoints in Hugging Face format, written by transformers itself, the independent oracle.
+"""Random checkpoints in Hugging Face format, written by transformers itself, the oracle.
 
-Every parameter is drawn wide, biases and LayerNorms included: at GPT-2's own std of 0.02 the wrong GELU moves
-a logit by 1e-5 only, at these widths by more than 1e-3.
+Every parameter is drawn wide, biases and LayerNorms included: at GPT-2's own std of 0.02 the wrong
+GELU moves a logit by 1e-5 only, at these widths by more than 1e-3.
 """
 
 from __future__ import annotations
@@ -32,7 +32,10 @@ def wide_hf_model(
     std: float = 0.3,
     attn_implementation: str = "eager",
 ) -> GPT2LMHeadModel:
-    """A transformers GPT-2 of TINY's sizes with `config` on top: N(0, std) everywhere, LayerNorm weights around 1."""
+    """A transformers GPT-2 of TINY's sizes with `config` on top, its weights N(0, std).
+
+    LayerNorm weights are around 1.
+    """
     settings = GPT2Config(**{**TINY, **(config or {})}, attn_implementation=attn_implementation)
     model = GPT2LMHeadModel(settings).eval().requires_grad_(False)
     generator = torch.Generator().manual_seed(seed)

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
+import importlib.util
 from collections.abc import Callable
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 from checkpoints import wide_hf_model as make_wide_hf_model
@@ -13,7 +16,7 @@ from transformers import GPT2LMHeadModel
 
 @pytest.fixture(scope="session")
 def tiny_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A tiny checkpoint with wide weights: vocabulary 67, 16 positions, 3 layers of 4 heads of 8."""
+    """A tiny checkpoint with wide weights; its sizes are `checkpoints.TINY`."""
     return write_checkpoint(tmp_path_factory.mktemp("tiny"))
 
 
@@ -21,3 +24,29 @@ def tiny_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def wide_hf_model() -> Callable[..., GPT2LMHeadModel]:
     """The function `checkpoints.wide_hf_model(config, seed)`."""
     return make_wide_hf_model
+
+
+@pytest.fixture(scope="session")
+def make_checkpoint() -> ModuleType:
+    """The script scripts/make_checkpoint.py as a module."""
+    path = Path(__file__).parents[1] / "scripts" / "make_checkpoint.py"
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture(scope="session")
+def random_checkpoint(make_checkpoint: ModuleType) -> Callable[..., Path]:
+    """A function (size, folder, n_layer=None) that writes random weights of a published size."""
+    from gpt2attn.checkpoint import save_model
+    from gpt2attn.config import GPT2Config
+
+    def write(size: str, folder: Path, n_layer: int | None = None) -> Path:
+        config = GPT2Config.from_file(make_checkpoint.CONFIGS / f"{size}.json")
+        if n_layer is not None:
+            config = dataclasses.replace(config, n_layer=n_layer)
+        save_model(make_checkpoint.random_model(config), folder)
+        return folder
+
+    return write
