@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from typing import Annotated
 
 import typer
@@ -60,7 +61,9 @@ def verify(
     else:
         from rich.console import Console
 
-        console = Console(highlight=False, emoji=False, markup=False)
+        # In a file or a pipe nothing need be squeezed into 80 columns.
+        width = None if sys.stdout.isatty() else 140
+        console = Console(highlight=False, emoji=False, markup=False, width=width)
         for line in report.header():
             console.print(line)
         console.print(report.table())

@@ -198,13 +198,16 @@ class Report:
 
     def table(self) -> Table:
         """The rows as a rich table."""
+        from rich import box
         from rich.table import Table
 
-        table = Table("stage", "paths")
-        for header in ("max difference", "ours to float64", "theirs"):
-            table.add_column(header, justify="right")
-        table.add_column("verdict")
-        table.add_column("where")
+        table = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False)
+        for header in ("stage", "ours / theirs"):
+            table.add_column(header, no_wrap=True)
+        for header in ("difference", "ours to float64", "theirs"):
+            table.add_column(header, justify="right", no_wrap=header == "difference")
+        table.add_column("verdict", no_wrap=True)
+        table.add_column("largest difference at")
         for row in self.rows:
             distances = (row.max_difference, row.ours_to_float64, row.theirs_to_float64)
             table.add_row(
