@@ -9,6 +9,7 @@ import functools
 import math
 import re
 import shutil
+import time
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -320,7 +321,7 @@ def test_the_slider_goes_through_the_generation(both):
 
     step.focus()
     opened.press("Home")
-    opened.page.wait_for_function("text.prompt_length === state.shown")
+    _wait_until(opened.page, "text.prompt_length === state.shown")
     assert opened.text("step-note") == (
         f"0 of {n - prompt}: the prompt has been read; its last token now looks back, and the "
         f"model chooses “␣t{prompt}”."
@@ -528,3 +529,11 @@ def test_1024_tokens_stay_usable(open_page):
         }"""
     )
     assert spent < 300
+
+
+def _wait_until(page, condition):
+    """Wait for a JavaScript condition, asked from outside: the page may not evaluate strings."""
+    deadline = time.monotonic() + 20
+    while not page.evaluate(condition):
+        assert time.monotonic() < deadline, condition
+        time.sleep(0.02)
