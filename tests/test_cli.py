@@ -196,7 +196,7 @@ class TestAttention:
     def test_selection_stages_and_number_format(self, folder, tmp_path):
         path = tmp_path / "maps.safetensors"
         run("attention", "one two", "-m", folder, "-o", path, "--layers", "1-2", "--heads", "0",
-            "--stage", "masked", "--stage", "weights", "--map-dtype", "float16")  # fmt: skip
+            "--stage", "masked", "--stage", "weights", "--dtype", "float16")  # fmt: skip
         maps = AttentionMaps.load(path)
         assert list(maps.stages) == ["masked", "weights"]
         assert maps.weights.shape == (2, 1, 1, 2, 2)

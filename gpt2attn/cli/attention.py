@@ -12,7 +12,6 @@ from .common import (
     AllowPickle,
     Debug,
     Device,
-    DType,
     Model,
     Revision,
     Special,
@@ -60,15 +59,15 @@ def attention(
             show_default="weights",
         ),
     ] = None,
-    map_dtype: Annotated[
-        Literal["float32", "float16"], typer.Option(help="Number format of the maps in the file.")
+    dtype: Annotated[
+        Literal["float32", "float16"],
+        typer.Option(help="Number format of the maps; they are computed in float32."),
     ] = "float32",
     force: Annotated[bool, typer.Option("--force", help="Replace an existing file.")] = False,
     special: Special = False,
     model: Model = "gpt2",
     revision: Revision = None,
     device: Device = "auto",
-    dtype: DType = "float32",
     threads: Threads = None,
     allow_pickle: AllowPickle = False,
     debug: Debug = False,
@@ -86,12 +85,12 @@ def attention(
         "layers": parse_numbers(layers, "--layers"),
         "heads": parse_numbers(heads, "--heads"),
         "stages": stage or ["weights"],
-        "dtype": getattr(torch, map_dtype),
+        "dtype": getattr(torch, dtype),
     }
     if records is not None:
         if text is not None or text_file is not None or out is None:
             raise ValueError("--input goes with --out FOLDER, and not with another text.")
-        lm = load_language_model(model, revision, device, dtype, threads, allow_pickle)
+        lm = load_language_model(model, revision, device, "float32", threads, allow_pickle)
         _dump_many(lm, records, out, suffix, special, options)
         return
     if out is not None:
@@ -99,7 +98,7 @@ def attention(
     if text is None and text_file is None:
         text = STANDING_SENTENCE
     text = read_text(text, text_file, what="text")
-    lm = load_language_model(model, revision, device, dtype, threads, allow_pickle)
+    lm = load_language_model(model, revision, device, "float32", threads, allow_pickle)
     ids = lm.encode(text, special=special)
     if not ids:
         raise ValueError("The text is empty: attention needs at least one token.")
