@@ -104,8 +104,8 @@ class Tokenizer:
     @classmethod
     @functools.cache
     def gpt2(cls) -> Tokenizer:
-        """GPT-2's own vocabulary of 50,257 ids, shipped with the package; built once."""
-        return cls.from_folder(Path(__file__).parent / "data" / "gpt2_vocab")
+        """GPT-2's own vocabulary of 50,257 ids, built once; it ships in `pocket`'s folder."""
+        return cls.from_folder(Path(__file__).parent / "data" / "pocket")
 
     def __repr__(self) -> str:
         return f"<Tokenizer of {len(self._bytes):,} tokens>"

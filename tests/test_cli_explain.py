@@ -115,3 +115,8 @@ def test_text_from_a_file(folder: Path, tmp_path: Path) -> None:
 )
 def test_mistakes_get_one_sentence(folder: Path, arguments: list[str], message: str) -> None:
     assert message in refused(*arguments, "-m", folder)
+
+
+def test_the_built_in_model_covers_every_item():
+    lesson = json.loads(run("explain", "-m", "pocket", "--json").stdout)
+    assert [section["number"] for section in lesson["sections"]] == list(range(1, 18))

@@ -26,7 +26,7 @@ from transformers import GPT2TokenizerFast
 import gpt2attn.tokenizer
 from gpt2attn.tokenizer import END_OF_TEXT, GPT2_PATTERN, Tokenizer
 
-SHIPPED = Path(gpt2attn.tokenizer.__file__).parent / "data" / "gpt2_vocab"
+SHIPPED = Path(gpt2attn.tokenizer.__file__).parent / "data" / "pocket"
 END_OF_TEXT_AS_TEXT = [27, 91, 437, 1659, 5239, 91, 29]
 
 # Ids published for GPT-2 or read off both reference tokenizers.
