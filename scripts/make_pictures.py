@@ -30,8 +30,8 @@ WORD, TEXTS = " bank", ("I deposited money in the bank.", "We sat on the bank of
 def main(
     folder: Annotated[Path, typer.Argument(help="Where to write; made if it is not there.")],
     model: Annotated[str, typer.Option(help="A name or a path.")] = "pocket",
-    layer: Annotated[int, typer.Option(help="Of the pictures of one layer or head.")] = 2,
-    head: Annotated[int, typer.Option(help="Of the pictures of one head.")] = 1,
+    layer: Annotated[int, typer.Option(help="Of the pictures of one layer or head.")] = 1,
+    head: Annotated[int, typer.Option(help="Of the pictures of one head.")] = 2,
 ) -> None:
     """Write a picture of each kind."""
     lm = gpt2attn.load(model, device="cpu")
