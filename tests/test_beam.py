@@ -174,7 +174,10 @@ def greedy(model, ids, max_new_tokens, end_ids, processors):
 @pytest.mark.parametrize("name", ["gpt2", "pocket"])
 def test_full_size(name, random_checkpoint, tmp_path):
     folder = BUILT_IN.get(name) or random_checkpoint(name, tmp_path)
-    model, hf_model = load_model(folder), GPT2LMHeadModel.from_pretrained(folder)
+    model, hf_model = (
+        load_model(folder),
+        GPT2LMHeadModel.from_pretrained(folder, dtype=torch.float32),
+    )
     ids, end_ids = prompt(20, size=50_256), [50256]
     processors = {
         "repetition_penalty": 1.2,
