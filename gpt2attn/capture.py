@@ -9,6 +9,7 @@ they came from.
 from __future__ import annotations
 
 import math
+import mmap
 import os
 import platform
 from collections.abc import Iterable, Sequence
@@ -16,7 +17,6 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -183,12 +183,13 @@ class Recorder:
 
 
 def _untouched_zeros(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    """Zeros that take memory page by page as they are written; torch.zeros writes them all."""
-    return (
-        torch.from_numpy(np.zeros(math.prod(shape) * dtype.itemsize, np.uint8))
-        .view(dtype)
-        .view(shape)
-    )
+    """Zeros that take memory page by page as they are written.
+
+    torch.zeros writes them all at once, and NumPy's ask for huge pages, which the system can take a
+    second to find for the maps of 1,000 tokens.
+    """
+    pages = mmap.mmap(-1, math.prod(shape) * dtype.itemsize)
+    return torch.frombuffer(pages, dtype=dtype).view(shape)
 
 
 def kept(steps: AttentionSteps, stage: str, heads: list[int] | None) -> Tensor:

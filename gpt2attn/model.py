@@ -8,7 +8,6 @@ D head_dim, V vocabulary. There is no dropout, so training mode computes the sam
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -20,6 +19,7 @@ from .attention import AttentionSteps, attend, causal_mask
 from .cache import KVCache
 from .config import GPT2Config
 from .kernels import Linear
+from .kernels.gelu import gelu_new
 
 if TYPE_CHECKING:
     from .kernels.decode import CompiledStep
@@ -32,18 +32,8 @@ Observer = Callable[[int, AttentionSteps], object]
 Edit = Callable[[int, str, Tensor], Tensor]
 
 
-def gelu_new(x: Tensor) -> Tensor:
-    """GPT-2's GELU (Hendrycks & Gimpel 2016), in the tanh form.
-
-    Spelled out, as in transformers: F.gelu(approximate="tanh") rounds differently, by 3e-5 in
-    logits.
-    """
-    inner = math.sqrt(2.0 / math.pi) * (x + 0.044715 * torch.pow(x, 3.0))
-    return 0.5 * x * (1.0 + torch.tanh(inner))
-
-
 def gelu_fast(x: Tensor) -> Tensor:
-    """The same function in transformers' other spelling, which rounds differently."""
+    """GPT-2's GELU in transformers' other spelling, which rounds differently."""
     return 0.5 * x * (1.0 + torch.tanh(x * 0.7978845608 * (1.0 + 0.044715 * x * x)))
 
 
