@@ -44,29 +44,29 @@ def main(
             )
             results[name].append(json.loads(run.stdout.splitlines()[-1]))
     print(f"medians of {rounds} runs, {threads} threads, float32, batch 1")
-    print(f"{'':26}{'tokens/s':>10}{'GB/s':>8}{'of read':>9}{'prefill 1,000, s':>18}")
+    print(f"{'':26}{'tokens/s':>10}{'GB/s':>8}{'of read':>9}{'1,000 tokens, s':>17}{'maps, s':>9}")
     for name, runs in results.items():
         median = {key: statistics.median(run[key] for run in runs) for key in runs[0]}
         share = median["gigabytes"] / median["read"]
         print(
             f"{name:26}{median['tokens']:>10.1f}{median['gigabytes']:>8.1f}{share:>9.0%}"
-            f"{median['prefill']:>18.2f}"
+            f"{median['prefill']:>17.2f}{median['maps']:>9.2f}"
         )
 
 
 def measure(name: str, folder: Path, threads: int) -> dict[str, float]:
-    """What one program does in this process: tokens/s of decoding, seconds of a prefill, GB/s."""
+    """One program in this process: tokens/s, seconds of a prefill and of all its maps, GB/s."""
     import torch
 
     torch.set_num_threads(threads)
     torch.set_grad_enabled(False)
     generator = torch.Generator().manual_seed(0)
     ids = torch.randint(1000, (1, N_PREFILL), generator=generator)
-    prefill, decode, n_bytes = (
-        transformers(folder) if name == "transformers" else ours(folder, name)
-    )
+    program = transformers(folder) if name == "transformers" else ours(folder, name)
+    prefill, decode, maps, n_bytes = program
     decode(ids[:, :8])  # warm-up, compilation included
     seconds = [timed(lambda: prefill(ids)) for _ in range(3)]
+    map_seconds = [timed(lambda: maps(ids)) for _ in range(3)]
     speeds = [N_DECODE / timed(lambda: decode(ids[:, :8])) for _ in range(3)]
     tokens = statistics.median(speeds)
     return {
@@ -74,11 +74,12 @@ def measure(name: str, folder: Path, threads: int) -> dict[str, float]:
         "gigabytes": tokens * n_bytes / 1e9,
         "read": read_bandwidth(),
         "prefill": statistics.median(seconds),
+        "maps": statistics.median(map_seconds),
     }
 
 
-def ours(folder: Path, name: str) -> tuple[Callable, Callable, int]:
-    from gpt2attn import KVCache, generate, load_model
+def ours(folder: Path, name: str) -> tuple[Callable, Callable, Callable, int]:
+    from gpt2attn import KVCache, attention_maps, generate, load_model
 
     model = load_model(folder, kernels=name.split()[-1])
 
@@ -89,13 +90,17 @@ def ours(folder: Path, name: str) -> tuple[Callable, Callable, int]:
     def decode(ids):
         return list(generate(model, ids, N_DECODE, temperature=0))
 
-    return prefill, decode, sum(p.nbytes for p in model.parameters())
+    def maps(ids):
+        return attention_maps(model, ids)
+
+    return prefill, decode, maps, sum(p.nbytes for p in model.parameters())
 
 
-def transformers(folder: Path) -> tuple[Callable, Callable, int]:
+def transformers(folder: Path) -> tuple[Callable, Callable, Callable, int]:
     from transformers import GPT2LMHeadModel
 
     model = GPT2LMHeadModel.from_pretrained(folder)
+    eager = GPT2LMHeadModel.from_pretrained(folder, attn_implementation="eager")
 
     def prefill(ids):
         return model(ids, use_cache=True, logits_to_keep=1).logits
@@ -104,7 +109,10 @@ def transformers(folder: Path) -> tuple[Callable, Callable, int]:
         options = {"max_new_tokens": N_DECODE, "min_new_tokens": N_DECODE, "pad_token_id": 0}
         return model.generate(ids, do_sample=False, **options)
 
-    return prefill, decode, sum(p.nbytes for p in model.parameters())
+    def maps(ids):
+        return eager(ids, use_cache=False, output_attentions=True).attentions
+
+    return prefill, decode, maps, sum(p.nbytes for p in model.parameters())
 
 
 def read_bandwidth() -> float:
