@@ -245,9 +245,7 @@ def _save_json(maps: AttentionMaps, header: dict[str, Any], path: Path) -> None:
     value = {
         **header,
         "dtypes": {name: str(v.dtype).removeprefix("torch.") for name, v in maps.stages.items()},
-        **{
-            name: _to_json(values.tolist(), _digits(values)) for name, values in maps.stages.items()
-        },
+        **{name: json_numbers(values) for name, values in maps.stages.items()},
     }
     with replacing(path) as part:
         part.write_text(_json(value) + "\n", encoding="utf-8")
@@ -258,11 +256,16 @@ def _digits(values: Tensor) -> int:
     return 17 if values.dtype == torch.float64 else 9
 
 
-def _to_json(value: Any, digits: int) -> Any:
-    """Nested lists with minus infinity, which JSON does not have, as None."""
-    if isinstance(value, list):
-        return [_to_json(item, digits) for item in value]
-    return None if value == -math.inf else float(f"{value:.{digits}g}")
+def json_numbers(values: Tensor) -> Any:
+    """`values` as nested lists that JSON gives back exactly; minus infinity is None."""
+    digits = _digits(values)
+
+    def plain(value: Any) -> Any:
+        if isinstance(value, list):
+            return [plain(item) for item in value]
+        return None if value == -math.inf else float(f"{value:.{digits}g}")
+
+    return plain(values.tolist())
 
 
 def _from_json(value: Any) -> Any:

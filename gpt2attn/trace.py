@@ -21,6 +21,7 @@ from torch.nn import functional as F
 from .analysis.maps import entropy
 from .attention import AttentionSteps, attention_weights, causal_mask, mask_scores
 from .capture import chosen, provenance
+from .dump import json_numbers
 from .model import GPT2, as_ids
 
 FORMAT = "gpt2attn head trace 1"
@@ -156,10 +157,12 @@ class HeadTrace:
                 for name in ("layer", "head", "query", "key", "ids", "labels")
             },
             "scale": self.scale,
-            **{name: _numbers(getattr(self, name)) for name in (*STEPS, *DERIVED)},
+            **{name: json_numbers(getattr(self, name)) for name in (*STEPS, *DERIVED)},
             "heads_sum_error": self.heads_sum_error,
             "heads_sum_agrees": self.heads_sum_agrees,
-            "not_what_gpt2_computes": {name: _numbers(getattr(self, name)) for name in COMPARISONS},
+            "not_what_gpt2_computes": {
+                name: json_numbers(getattr(self, name)) for name in COMPARISONS
+            },
             "metadata": self.metadata,
         }
 
@@ -279,15 +282,3 @@ def _position(number: int, n_tokens: int, kind: str) -> int:
             f"{kind} {number} is not there: the text has the positions 0 to {n_tokens - 1}."
         )
     return number % n_tokens
-
-
-def _numbers(values: Tensor) -> Any:
-    """Nested lists with the digits that give each number back exactly; minus infinity is None."""
-    digits = 17 if values.dtype == torch.float64 else 9
-
-    def plain(value: Any) -> Any:
-        if isinstance(value, list):
-            return [plain(item) for item in value]
-        return None if value == -torch.inf else float(f"{value:.{digits}g}")
-
-    return plain(values.tolist())

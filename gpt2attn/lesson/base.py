@@ -8,11 +8,11 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, ClassVar
 
-import torch
 from torch import Tensor
 
 from ..analysis import ResidualStream, measure_heads, rank_heads, residual_stream
 from ..capture import chosen
+from ..dump import json_numbers
 from ..model import as_ids
 from ..trace import HeadTrace, trace_head
 
@@ -150,8 +150,7 @@ def relative_error(found: Tensor, expected: Tensor) -> float:
 def plain(value: Any) -> Any:
     """What JSON can hold: tensors as nested lists with all their digits, minus infinity as None."""
     if isinstance(value, Tensor):
-        digits = 17 if value.dtype == torch.float64 else 9
-        return _numbers(value.tolist(), digits)
+        return json_numbers(value)
     if dataclasses.is_dataclass(value):
         return {
             field.name: plain(getattr(value, field.name)) for field in dataclasses.fields(value)
@@ -161,9 +160,3 @@ def plain(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return [plain(item) for item in value]
     return value
-
-
-def _numbers(value: Any, digits: int) -> Any:
-    if isinstance(value, list):
-        return [_numbers(item, digits) for item in value]
-    return None if value == -torch.inf else float(f"{value:.{digits}g}")
