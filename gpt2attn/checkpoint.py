@@ -10,23 +10,26 @@ from __future__ import annotations
 
 import json
 import os
+import pickletools
 import re
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from io import BytesIO
 from pathlib import Path
-from zipfile import is_zipfile
+from typing import BinaryIO
+from zipfile import ZIP_STORED, ZipFile, is_zipfile
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import Tensor
 
 from .config import GPT2Config
-from .files import replacing
+from .files import replacing, save_tensors
 from .hub import CONFIG, INDEX, WEIGHTS, resolve, shard_names
 from .kernels import use_kernels
+from .kernels.formats import STORED, store_weights
 from .model import GPT2
 from .untrusted import check_header, listed, local_file, refuse_placeholder
 
@@ -39,6 +42,13 @@ WRAPPERS = ("module.", "_orig_mod.", "model.")
 MASK_BUFFER = re.compile(r"h\.\d+\.attn\.(bias|masked_bias)")
 OTHER_HEADS = ("score.", "classifier.", "multiple_choice_head.", "v_head.", "qa_outputs.")
 CROSS_ATTENTION = re.compile(r"crossattention|q_attn|ln_cross_attn")
+# What a table of plain tensors is pickled with. torch.load permits more, a bytearray of any length
+# that the file asks for among it.
+PICKLED = re.compile(
+    r"collections OrderedDict|torch (Size|\w+Storage)|torch\.serialization _get_layout"
+    r"|torch\._utils _rebuild_(parameter|tensor|tensor_v2|sparse_tensor)"
+)
+LEGACY_PICKLES = 5  # in a file from before torch 1.6, before the numbers
 # Which config keys fix the shape of a tensor, for error messages; n_embd alone fixes the others.
 SHAPE_KEYS = {
     "wte.weight": "vocab_size, n_embd",
@@ -52,7 +62,7 @@ OTHER_FORMATS = {
     "TensorFlow": ("*.ckpt*", "tf_model.h5"),
     "Flax": ("flax_model.msgpack",),
     "GGUF": ("*.gguf",),
-    "ONNX": ("*.onnx", "onnx/*.onnx"),
+    "ONNX": ("*.onnx", "onnx"),
     "PyTorch pickle": ("*.bin", "*.pt", "*.pth"),
     "differently named safetensors": ("*.safetensors",),
 }
@@ -85,7 +95,8 @@ def load_model(
     """The model in a checkpoint folder, a Hub repository or the built-in `pocket`, for inference.
 
     `dtype` is what the weights are stored and computed in, whatever the file holds; nothing in a
-    config lowers it. `allow_pickle` permits pytorch_model.bin where there is no safetensors file,
+    config lowers it. With `kernels` "auto" on the CPU it is what the big matrices are stored in,
+    and may be int8 too, while all arithmetic is float32 (`kernels.formats`). `allow_pickle` permits pytorch_model.bin where there is no safetensors file,
     read as plain tensors without running code. Weights with NaN or infinity are refused, or with
     `allow_nonfinite` reported by a warning. `kernels` "torch" keeps every product torch's own, bit
     for bit transformers'; "auto" decodes with the compiled step where it fits (`kernels`).
@@ -96,9 +107,13 @@ def load_model(
     Raises CheckpointError or ConfigError, naming every tensor that is missing, unexpected or
     misshapen, before any data is read.
     """
-    if dtype not in DTYPES.values():
-        raise ValueError(f"dtype must be float32, float64, float16 or bfloat16, not {dtype}.")
     device = torch.device(device)
+    only_stored = kernels == "auto" and device.type == "cpu" and dtype in STORED
+    if dtype not in DTYPES.values() and not only_stored:
+        raise ValueError(
+            f"dtype must be float32, float64, float16 or bfloat16, not {dtype}; int8 is there with "
+            'kernels="auto" on the CPU.'
+        )
     if device.type == "cuda" and not torch.cuda.is_available():
         raise ValueError(f"device {device} was asked for, but torch finds no CUDA here; use cpu.")
     folder = resolve(name, revision=revision).folder
@@ -109,10 +124,14 @@ def load_model(
             model = GPT2(config)
         _check_tensors(model, chosen, copies, folder)
         _check_copies(chosen, copies, folder)
-        state = {key: chosen[key].read().to(device, dtype) for key in model.state_dict()}
+        computed = torch.float32 if only_stored else dtype
+        state = {key: chosen[key].read().to(device, computed) for key in model.state_dict()}
     _check_finite(state, chosen, folder, allow_nonfinite)
     model.load_state_dict(state, assign=True)
     model.requires_grad_(False).eval()
+    if only_stored:
+        del state
+        store_weights(model, dtype)
     use_kernels(model, kernels)
     return model
 
@@ -120,11 +139,13 @@ def load_model(
 def save_model(model: GPT2, folder: str | os.PathLike[str]) -> None:
     """Write config.json and model.safetensors so that transformers loads them to the same logits.
 
-    The tied embedding is stored once. Each file is written beside its final name and then renamed,
+    The tied embedding is stored once; int8 weights are refused. Each file is written beside its final name and then renamed,
     so `folder` may be the one that `model` was loaded from. Raises OSError, with one sentence and
     the path, if they cannot be written.
     """
     folder = Path(folder)
+    if model.table.scale is not None:
+        raise ValueError("int8 weights are not saved: load the model with another dtype first.")
     tensors = {
         key if key.startswith("lm_head.") else f"transformer.{key}": tensor.contiguous()
         for key, tensor in model.state_dict().items()
@@ -133,12 +154,11 @@ def save_model(model: GPT2, folder: str | os.PathLike[str]) -> None:
     config = json.dumps({**model.config.to_dict(), "torch_dtype": dtype}, indent=2) + "\n"
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        with replacing(folder / WEIGHTS) as path:
-            save_file(tensors, path, metadata={"format": "pt"})
+        save_tensors(tensors, folder / WEIGHTS, {"format": "pt"})
         with replacing(folder / CONFIG) as path:
             path.write_text(config, encoding="utf-8")
-    except (OSError, SafetensorError) as error:
-        reason = getattr(error, "strerror", None) or str(error).rpartition("error: ")[2]
+    except OSError as error:
+        reason = error.strerror or error
         raise OSError(f"cannot save the model in {folder}: {reason}.") from error
 
 
@@ -230,7 +250,10 @@ def _unpickle(path: Path) -> dict[str, Entry]:
     refuse_placeholder(path)
     try:
         # Files from before torch 1.6 are no zip archives, and only those can be mapped.
-        state = torch.load(path, map_location="cpu", weights_only=True, mmap=is_zipfile(path))
+        zipped = is_zipfile(path)
+        if not (_all_plain_zipped if zipped else _all_plain_legacy)(path):
+            raise ValueError
+        state = torch.load(path, map_location="cpu", weights_only=True, mmap=zipped)
     except Exception:  # in too many ways to name, and torch's advice is to run the code
         raise CheckpointError(
             f"{path} is damaged or holds more than plain tensors, and nothing else is read from a "
@@ -249,6 +272,29 @@ def _unpickle(path: Path) -> dict[str, Entry]:
         return Entry(name, tuple(tensor.shape), dtype, tensor.contiguous)
 
     return {name: entry(name, tensor) for name, tensor in state.items()}
+
+
+def _all_plain_zipped(path: Path) -> bool:
+    """Whether the archive unpickles to plain tensors and nothing in it grows when it is read."""
+    with ZipFile(path) as archive:
+        if any(part.compress_type != ZIP_STORED for part in archive.infolist()):
+            return False
+        pickles = [name for name in archive.namelist() if name.endswith("data.pkl")]
+        return all(_is_plain(BytesIO(archive.read(name))) for name in pickles)
+
+
+def _all_plain_legacy(path: Path) -> bool:
+    with path.open("rb") as file:
+        return all(_is_plain(file) for _ in range(LEGACY_PICKLES))
+
+
+def _is_plain(pickle: BinaryIO) -> bool:
+    """Whether the pickle that starts here names only what tables of tensors need; it is not run."""
+    return all(
+        PICKLED.fullmatch(argument)
+        for operation, argument, _ in pickletools.genops(pickle)
+        if operation.name == "GLOBAL"
+    )
 
 
 def _by_module_name(
@@ -344,7 +390,7 @@ def _check_finite(
     if any(state[key].dtype == torch.float16 != DTYPES[chosen[key].dtype] for key in bad):
         text += ", where float16 ends at 65,504; try bfloat16 or float32"
     if not allowed:
-        raise CheckpointError(f"{text} (load_model(..., allow_nonfinite=True) only warns).")
+        raise CheckpointError(f"{text}; allow_nonfinite=True (--allow-nonfinite) only warns.")
     warnings.warn(f"{text}.", stacklevel=3)
 
 

@@ -4,10 +4,15 @@ from __future__ import annotations
 
 import hashlib
 import os
+import re
 import secrets
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 @contextmanager
@@ -15,19 +20,44 @@ def replacing(path: str | os.PathLike[str]) -> Iterator[Path]:
     """A temporary path beside `path` that becomes it if the block succeeds, else vanishes.
 
     Renaming within a folder is atomic, so a reader sees the old file or the new one, and a process
-    that is killed leaves nothing under the final name.
+    that is killed leaves nothing under the final name. Raises OSError, naming `path`, where it
+    cannot be written, and ValueError if it is a device, a pipe or a folder.
     """
     path = Path(path)
-    temporary = path.with_name(f".{path.name}.{secrets.token_hex(6)}.part")
-    handle = os.open(temporary, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o666)
-    mode = os.fstat(handle).st_mode  # what the umask leaves; safetensors makes its files private
-    os.close(handle)
+    if path.exists() and not path.is_file():
+        raise ValueError(f"{path} is not a regular file and is not replaced; give a file's name.")
+    # A name may have 255 bytes, and the final one may use them all.
+    temporary = path.with_name(f".{path.name[:40]}.{secrets.token_hex(6)}.part")
     try:
+        handle = os.open(temporary, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o666)
+        mode = os.fstat(handle).st_mode  # what the umask leaves; safetensors makes its own private
+        os.close(handle)
         yield temporary
         temporary.chmod(mode)
         temporary.replace(path)
+    except OSError as error:
+        if error.errno is None or error.filename not in (None, os.fspath(temporary)):
+            raise
+        raise OSError(error.errno, error.strerror, os.fspath(path)) from error
     finally:
-        temporary.unlink(missing_ok=True)
+        with suppress(OSError):  # there is none where the folder is missing or not ours
+            temporary.unlink()
+
+
+def save_tensors(
+    tensors: dict[str, Tensor], path: str | os.PathLike[str], metadata: dict[str, str]
+) -> None:
+    """Write a .safetensors file, whole or not at all; raises OSError where it cannot be written."""
+    from safetensors import SafetensorError
+    from safetensors.torch import save_file
+
+    with replacing(path) as part:
+        try:
+            save_file(tensors, part, metadata=metadata)
+        except SafetensorError as error:
+            if found := re.search(r"\(os error (\d+)\)", str(error)):
+                raise OSError(int(found[1]), os.strerror(int(found[1]))) from error
+            raise
 
 
 def sha256(path: str | os.PathLike[str]) -> str:

@@ -18,7 +18,7 @@ from torch.nn import functional as F
 from .attention import AttentionSteps, attend, causal_mask
 from .cache import KVCache
 from .config import GPT2Config
-from .kernels import Linear
+from .kernels import Linear, Table
 from .kernels.gelu import gelu_new
 
 if TYPE_CHECKING:
@@ -135,24 +135,18 @@ class Block(nn.Module):
         return x if edit is None else edit(self.layer, "block", x)
 
 
-def _table(rows: int, width: int) -> nn.Embedding:
-    # Without the random start of nn.Embedding(rows, width): on the meta device, where a
-    # checkpoint's model is built, that imports 800 modules of torch and takes a second.
-    return nn.Embedding.from_pretrained(torch.empty(rows, width), freeze=False)
-
-
 class GPT2(nn.Module):
     """The whole network. A new one has arbitrary weights: see `checkpoint.load_model`."""
 
     def __init__(self, config: GPT2Config) -> None:
         super().__init__()
         self.config = config
-        self.wte = _table(config.vocab_size, config.n_embd)
-        self.wpe = _table(config.n_positions, config.n_embd)
+        self.wte = Table(config.vocab_size, config.n_embd)
+        self.wpe = Table(config.n_positions, config.n_embd)
         self.h = nn.ModuleList(Block(config, layer) for layer in range(config.n_layer))
         self.ln_f = nn.LayerNorm(config.n_embd, eps=config.layer_norm_epsilon)
         if not config.tie_word_embeddings:
-            self.lm_head = nn.Linear(config.n_embd, config.vocab_size, bias=False)
+            self.lm_head = Table(config.vocab_size, config.n_embd)
         self.compiled: CompiledStep | None = None  # see kernels.use_kernels
 
     def _apply(self, *arguments: Any, **options: Any) -> GPT2:
@@ -161,7 +155,13 @@ class GPT2(nn.Module):
 
     @property
     def dtype(self) -> torch.dtype:
-        return self.wte.weight.dtype
+        """Of the activations; the big matrices may be stored in another one (`kernels.formats`)."""
+        return self.wpe.weight.dtype
+
+    @property
+    def table(self) -> Table:
+        """The matrix (V, C) of the unembedding: the embedding's own, unless they are untied."""
+        return self.wte if self.config.tie_word_embeddings else self.lm_head
 
     @property
     def device(self) -> torch.device:
@@ -223,10 +223,9 @@ class GPT2(nn.Module):
 
     def unembed(self, x: Tensor) -> Tensor:
         """Logits (..., V) of (..., C): a product with the embedding table, unless untied."""
-        table = self.wte if self.config.tie_word_embeddings else self.lm_head
         if self.compiled is not None and self.compiled.takes(x):
-            return self.compiled.unembed(x, table.weight)
-        return F.linear(x, table.weight)
+            return self.compiled.unembed(x)
+        return self.table.scores(x)
 
     def _mask(
         self, attention_mask: Tensor | None, B: int, S: int, cache: KVCache | None
@@ -302,6 +301,17 @@ def as_ids(ids: Tensor | Sequence[int] | Sequence[Sequence[int]], vocab_size: in
             f"vocabulary: ids run from 0 to {vocab_size - 1}."
         )
     return tensor
+
+
+def check_finite(x: Tensor) -> Tensor:
+    """`x` as it is; raises ValueError if there is a NaN or an infinity in it."""
+    if not bool(x.isfinite().all()):
+        dtype = str(x.dtype).removeprefix("torch.")
+        raise ValueError(
+            f"The model's numbers became NaN or infinite: its weights are damaged, or too large "
+            f"for {dtype}; use a whole copy of the model, or a wider dtype."
+        )
+    return x
 
 
 def _as_mask(attention_mask: Tensor, B: int, S: int, past: int) -> Tensor:

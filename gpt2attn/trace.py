@@ -22,7 +22,7 @@ from .analysis.maps import entropy
 from .attention import AttentionSteps, attention_weights, causal_mask, mask_scores
 from .capture import chosen, provenance
 from .dump import json_numbers
-from .model import GPT2, as_ids
+from .model import GPT2, as_ids, check_finite
 
 FORMAT = "gpt2attn head trace 1"
 # What a trace holds, in the order of the five steps.
@@ -240,7 +240,7 @@ def _run(model: GPT2, ids: Tensor, layer: int) -> tuple[Tensor, AttentionSteps]:
             found["stream"] = x
         return x
 
-    model.hidden(ids, observe=observe, edit=edit)
+    check_finite(model.hidden(ids, observe=observe, edit=edit))
     if layer == 0:  # after the pass, which refuses a text that is too long
         positions = torch.arange(ids.shape[1], device=ids.device)
         found["stream"] = model.wte(ids) + model.wpe(positions)
@@ -252,9 +252,9 @@ def _kept(
 ) -> dict[str, Tensor]:
     """The tensors of a HeadTrace by name, copied, so that none is a view of the model's weights."""
     block, n_head, head_dim = model.h[layer], model.config.n_head, model.config.head_dim
-    w = block.attn.c_attn.weight.unflatten(1, (3, n_head, head_dim))  # (C, 3, H, D)
+    w = block.attn.c_attn.matrix.unflatten(1, (3, n_head, head_dim))  # (C, 3, H, D)
     b = block.attn.c_attn.bias.unflatten(0, (3, n_head, head_dim))  # (3, H, D)
-    w_o = block.attn.c_proj.weight.unflatten(0, (n_head, head_dim))  # (H, D, C)
+    w_o = block.attn.c_proj.matrix.unflatten(0, (n_head, head_dim))  # (H, D, C)
     outputs = steps.output[0].double()  # (H, T, D)
     parts = (output @ w_o[number].double() for number, output in enumerate(outputs))
     kept = {

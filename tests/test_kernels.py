@@ -9,10 +9,11 @@ import pytest
 import torch
 from checkpoints import TINY, write_checkpoint
 
-from gpt2attn import KVCache, generate, load_model
+from gpt2attn import KVCache, generate, load_model, save_model
 from gpt2attn.generation import Row, decode
 from gpt2attn.kernels import use_kernels
-from gpt2attn.kernels.decode import MAX_ROWS
+from gpt2attn.kernels.decode import MAX_ROWS, MAX_ROWS_WIDENED
+from gpt2attn.kernels.formats import GROUP, STORED, quantize, widen
 from gpt2attn.sampling import Sampling
 
 # Other sums of float32 numbers; transformers' own distance from float64 here is about 4e-6.
@@ -87,8 +88,9 @@ def test_it_is_as_close_to_float64_as_torch(tiny_folder):
     assert distance <= 2 * reference
 
 
-def test_a_token_gets_the_same_bits_alone_and_beside_others(tiny_folder):
-    _, fast = both(tiny_folder)
+@pytest.mark.parametrize("dtype", STORED)
+def test_a_token_gets_the_same_bits_alone_and_beside_others(tiny_folder, dtype):
+    fast = load_model(tiny_folder, kernels="auto", dtype=dtype)
     ids = random_ids(2, 14)
     one_by_one, _ = run(fast, ids.split([8] + [1] * 6, dim=1))
     together, _ = run(fast, ids.split([8, 6], dim=1))
@@ -140,12 +142,90 @@ def test_larger_passes_run_on_torch(tiny_folder):
     assert torch.equal(*results)
 
 
+class TestFormats:
+    """Weights with fewer bits: what they stand for, and that every path computes with just that."""
+
+    # Sizes that the vector code covers whole, and sizes with something left over everywhere.
+    SETTINGS = pytest.mark.parametrize(
+        "settings", [{"n_embd": 128, "n_head": 2}, {"n_inner": 72}, {"tie_word_embeddings": False}]
+    )
+    NARROW = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.int8])
+
+    @staticmethod
+    def widened(folder, dtype):
+        """The model of torch's kernels whose float32 weights are those that `dtype` stands for."""
+        model, stored = load_model(folder), load_model(folder, kernels="auto", dtype=dtype)
+        for name, layer in stored.named_modules():
+            if getattr(layer, "is_stored", False):
+                model.get_submodule(name).weight.data = layer.matrix
+        return model
+
+    @NARROW
+    @SETTINGS
+    def test_every_path_computes_with_what_they_stand_for(self, tmp_path, settings, dtype):
+        folder = write_checkpoint(tmp_path, {"n_positions": 96, **settings})
+        fast, expected = (
+            load_model(folder, kernels="auto", dtype=dtype),
+            self.widened(folder, dtype),
+        )
+        assert fast.compiled is not None
+        ids = random_ids(2, 60)
+        exact = self.widened(folder, dtype).double()(ids)
+        distance = float((expected(ids) - exact).abs().max())
+        for sizes in ([60], [20, 1, 1, 7, 31], [1] * 60):
+            logits, _ = run(fast, ids.split(sizes, dim=1))
+            assert float((logits - exact).abs().max()) <= 2 * distance
+        assert ids.numel() > MAX_ROWS_WIDENED  # so that without a cache all products are torch's
+        assert torch.equal(fast(ids), expected(ids))
+
+    def test_float16_of_a_float16_file_is_the_file(self, tmp_path, tiny_folder):
+        save_model(load_model(tiny_folder, dtype=torch.float16), tmp_path)
+        expected = load_model(tmp_path)
+        stored = load_model(tmp_path, kernels="auto", dtype=torch.float16)
+        use_kernels(stored, "torch")
+        assert stored.wte.weight.dtype == torch.float16
+        assert stored.wpe.weight.dtype == stored.ln_f.weight.dtype == torch.float32
+        assert torch.equal(stored(random_ids(2, 16)), expected(random_ids(2, 16)))
+
+    @pytest.mark.parametrize("input_dim", [0, 1])
+    def test_int8_is_off_by_half_a_step_at_most(self, input_dim):
+        weight = torch.randn(3 * GROUP, 3 * GROUP) * torch.logspace(-6, 2, 3 * GROUP)
+        weight[:GROUP, :GROUP] = 0
+        stored, scale = quantize(weight, input_dim)
+        wide = widen(stored, scale, input_dim)
+        step = scale.repeat_interleave(GROUP, input_dim)
+        assert bool(((wide - weight).abs() <= 0.5001 * step).all())
+        largest = weight.unflatten(input_dim, (3, GROUP)).abs().amax(input_dim + 1)
+        got = wide.unflatten(input_dim, (3, GROUP)).abs().amax(input_dim + 1)
+        torch.testing.assert_close(got, largest, rtol=1e-6, atol=0)
+
+    def test_bfloat16_is_saved_as_it_is_stored_and_int8_refused(self, tmp_path, tiny_folder):
+        stored = load_model(tiny_folder, kernels="auto", dtype=torch.bfloat16)
+        use_kernels(stored, "torch")
+        save_model(stored, tmp_path)
+        assert torch.equal(load_model(tmp_path)(random_ids(1, 9)), stored(random_ids(1, 9)))
+        with pytest.raises(ValueError, match="int8 weights are not saved"):
+            save_model(load_model(tiny_folder, kernels="auto", dtype=torch.int8), tmp_path)
+
+    def test_int8_needs_the_kernels_that_know_it(self, tiny_folder):
+        with pytest.raises(ValueError, match='int8 is there with kernels="auto" on the CPU'):
+            load_model(tiny_folder, dtype=torch.int8)
+
+    def test_heads_that_int8_cannot_be_cut_at_run_on_torch(self, tmp_path):
+        folder = write_checkpoint(tmp_path, {"n_embd": 20, "n_head": 4})
+        model = load_model(folder, kernels="auto", dtype=torch.int8)
+        assert model.compiled is None
+        assert torch.equal(
+            model(random_ids(1, 9)), self.widened(folder, torch.int8)(random_ids(1, 9))
+        )
+
+
 class TestWhereItDoesNotFit:
     def test_the_reason_is_told(self, tmp_path, tiny_folder):
         relu = load_model(write_checkpoint(tmp_path, {"activation_function": "relu"}))
         half = load_model(tiny_folder, dtype=torch.bfloat16)
         assert use_kernels(relu, "auto") == "torch (the activation is relu)"
-        assert use_kernels(half, "auto") == "torch (the weights are bfloat16)"
+        assert use_kernels(half, "auto") == "torch (it computes in bfloat16)"
         assert use_kernels(load_model(tiny_folder), "torch") == "torch"
         assert use_kernels(load_model(tiny_folder), "auto").startswith("numba, ")
         with pytest.raises(ValueError, match="kernels must be one of auto, torch, not 'cuda'"):

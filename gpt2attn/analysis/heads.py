@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ..attention import AttentionSteps
 from ..edits import chain, mean_head_output, set_heads
-from ..model import GPT2
+from ..model import GPT2, check_finite
 from .maps import diagonal_score, value_weighted
 from .stream import kl_divergence
 
@@ -53,7 +53,9 @@ def measure_heads(
     `steps.weights` are (B, H, T, T); `measure` must not return a view of them.
     """
     measured: list[Tensor] = []
-    model.hidden(ids, observe=lambda layer, steps: measured.append(measure(layer, steps)))
+    check_finite(
+        model.hidden(ids, observe=lambda layer, steps: measured.append(measure(layer, steps)))
+    )
     return torch.stack(measured)
 
 
@@ -78,7 +80,7 @@ def value_weighted_maps(model: GPT2, ids: Any, *, transformed: bool = True) -> T
     """
 
     def measure(layer: int, steps: AttentionSteps) -> Tensor:
-        w_o = model.h[layer].attn.c_proj.weight.unflatten(0, (model.config.n_head, -1))  # (H, D, C)
+        w_o = model.h[layer].attn.c_proj.matrix.unflatten(0, (model.config.n_head, -1))  # (H, D, C)
         return value_weighted(steps.weights, steps.v, w_o if transformed else None)
 
     return measure_heads(model, ids, measure)
@@ -148,7 +150,8 @@ def head_scores(
             [diagonal_score(steps.weights.float(), offset).mean(0) for offset in (1, n, n - 1)]
         )
 
-    return HeadScores(*measure_heads(model, ids, measure).unbind(1), n_tokens=n)
+    previous_token, duplicate_token, induction = measure_heads(model, ids, measure).unbind(1)
+    return HeadScores(previous_token, duplicate_token, induction, n_tokens=n)
 
 
 @torch.no_grad()
@@ -161,10 +164,10 @@ def ov_eigenvalues(model: GPT2, layer: int) -> Tensor:
     Main_Demo.
     """
     config, block = model.config, model.h[layer]
-    w_v = block.attn.c_attn.weight.double()[:, 2 * config.n_embd :]
+    w_v = block.attn.c_attn.matrix.double()[:, 2 * config.n_embd :]
     w_v = (block.ln_1.weight.double()[:, None] * w_v).unflatten(1, (config.n_head, -1))  # (C, H, D)
     w_v = (w_v - w_v.mean(0)).transpose(0, 1)
-    w_o = block.attn.c_proj.weight.double().unflatten(0, (config.n_head, -1))  # (H, D, C)
+    w_o = block.attn.c_proj.matrix.double().unflatten(0, (config.n_head, -1))  # (H, D, C)
     w_o = w_o - w_o.mean(-1, keepdim=True)
     return torch.linalg.eigvals(w_o @ w_v)
 
@@ -213,6 +216,6 @@ def ablate_heads(
         )
     else:
         edit = set_heads(model, heads)
-    before = model.unembed(model.hidden(ids)[0, -1])
-    after = model.unembed(model.hidden(ids, edit=edit)[0, -1])
+    before = check_finite(model.unembed(model.hidden(ids)[0, -1]))
+    after = check_finite(model.unembed(model.hidden(ids, edit=edit)[0, -1]))
     return Ablation(before, after, kl_divergence(before, after).item())

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from ..model import GPT2, as_ids
+from ..model import GPT2, as_ids, check_finite
 from .embeddings import cosine
 
 
@@ -37,7 +37,7 @@ def residual_stream(model: GPT2, ids: Any, *, after_attention: bool = False) -> 
             kept[layer, site] = x
         return x
 
-    model.hidden(ids, edit=edit)
+    check_finite(model.hidden(ids, edit=edit))
     x = model.wte(ids) + model.wpe(torch.arange(ids.shape[1], device=model.device))
     stages, values = ["wte + wpe"], [x]
     for layer, block in enumerate(model.h):
@@ -83,6 +83,7 @@ def logit_lens(
     where = slice(None) if positions is None else list(positions)
     # One by one, as the model does it: a product over all stages at once could round differently.
     logits = torch.stack([model.unembed(model.ln_f(x)[:, where]) for x in stream.values])
+    check_finite(logits)
     return Lens(stream.stages, logits)
 
 

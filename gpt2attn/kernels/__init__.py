@@ -9,12 +9,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from .linear import Linear
+from .linear import Linear, Table
 
 if TYPE_CHECKING:
     from ..model import GPT2
 
-__all__ = ["KERNELS", "Linear", "use_kernels"]
+__all__ = ["KERNELS", "Linear", "Table", "use_kernels"]
 
 KERNELS = ("auto", "torch")
 
@@ -29,6 +29,11 @@ def use_kernels(model: GPT2, name: str) -> str:
     model.compiled = None
     if name == "torch":
         return "torch"
+    if model.device.type == "cuda":
+        from .cuda import GraphStep
+
+        model.compiled = GraphStep(model)
+        return "CUDA graphs"
     try:
         from .decode import CompiledStep, unfit
     except ImportError:

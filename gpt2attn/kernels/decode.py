@@ -1,68 +1,88 @@
 """A decode step in one compiled function: all blocks for a few new tokens, every weight read once.
 
 Decoding reads all weights for each token, so its limit is the bandwidth of memory. This step reads
-the checkpoint's own matrices in place, each thread its own part of every one: a share of the heads
-with their columns of c_attn and rows of c_proj, and a share of the MLP's inner units. A thread so
-keeps what it computes to itself until the two sums of a block, and the team meets twice a block.
-Arithmetic is float32. A row's sums are taken in one order whatever the number of rows, so a token
-gets the same logits alone and beside others.
+the checkpoint's own matrices in place. Each thread takes its own range of rows of each matrix,
+which lies in one piece in memory, and adds up its share of all outputs; after a barrier each thread
+sums the shares of the outputs that it goes on with: the queries, keys and values of its heads, the
+MLP units that are its rows of the next matrix, and the residual stream, which each keeps for
+itself. That makes four barriers a block. Arithmetic is float32. A row's sums are taken in one order
+whatever the number of rows, so a token gets the same logits alone and beside others.
 """
 
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import torch
-from llvmlite import ir
-from numba import carray, njit, types
-from numba.extending import intrinsic
+from numba import carray, njit
 from torch import Tensor
 
+from .formats import GROUP
+from .simd import (
+    FORMATS,
+    LANES,
+    add,
+    as_float,
+    floats_at,
+    is_scaled,
+    load,
+    load_one,
+    multiply_add,
+    prefetch,
+    splat,
+    stay_apart,
+    store,
+    store_one,
+    total,
+)
 from .team import Team, barrier
 
 if TYPE_CHECKING:
     from ..cache import KVCache
     from ..model import GPT2, Block
 
-MAX_ROWS = 16  # beyond, a matrix product of the usual kind is the better one
+# Beyond so many rows torch's products are the faster ones: those of float32 weights soon, those of
+# others late, since they are widened first.
+MAX_ROWS, MAX_ROWS_WIDENED = 16, 64
 TANH_GELUS = ("gelu_new", "gelu_fast", "gelu_pytorch_tanh")  # one function in three spellings
+ROWS_AT_ONCE = 8  # of a matrix: as many streams as the hardware follows well
+LINE = 64  # bytes of a cache line
+SUMS_IN_L1 = 4096  # floats
+TOKENS_AT_ONCE = 4  # of the vocabulary
+# Compiled code may divide by 0 as the machine does, and sets up no exception for it.
+COMPILED = {"nogil": True, "cache": True, "error_model": "numpy"}
+# For what only compiled code calls.
+INNER = {**COMPILED, "no_cpython_wrapper": True, "no_cfunc_wrapper": True}
 # Summing in any order lets the compiler use whole vector registers.
 FAST = {"reassoc", "contract", "nsz", "arcp"}
 EXACT = {"contract"}
 
 f32 = np.float32
 NO_MASK = np.empty((0, 0), np.bool_)
+FLOATS = FORMATS[torch.float32]
+ZERO = f32(0.0)
+NEAREST = f32(12582912.0)  # 1.5 * 2 ** 23: added and taken away, it rounds to a whole number
 LOG2_E, LN_2_HIGH, LN_2_LOW = f32(1.44269504), f32(0.693359375), f32(-2.12194440e-4)
 GELU_SLOPE, GELU_CUBE = f32(-2 * math.sqrt(2 / math.pi)), f32(0.044715)
 
 
-@intrinsic
-def _floats_at(typingctx, address):  # type: ignore[no-untyped-def]
-    """An address as a pointer to float32."""
+class Matrix(NamedTuple):
+    """A matrix in memory: address, shape, and where int8 weights have their scales."""
 
-    def generate(context, builder, signature, args):  # type: ignore[no-untyped-def]
-        return builder.inttoptr(args[0], ir.FloatType().as_pointer())
-
-    return types.CPointer(types.float32)(types.int64), generate
-
-
-@intrinsic
-def _as_float(typingctx, bits):  # type: ignore[no-untyped-def]
-    """The float32 that has these 32 bits."""
-
-    def generate(context, builder, signature, args):  # type: ignore[no-untyped-def]
-        return builder.bitcast(args[0], ir.FloatType())
-
-    return types.float32(types.int32), generate
+    at: int
+    n_in: int
+    width: int
+    scales: int
+    group: int
 
 
-@njit(nogil=True, cache=True, fastmath=EXACT, inline="always")
+@njit(**INNER, fastmath=EXACT)
 def _exp(x):  # type: ignore[no-untyped-def]
     """exp in float32 to about 1e-7, in steps that vectorise (Cephes' reduction and series)."""
     x = min(max(x, f32(-87.0)), f32(88.0))
-    n = np.floor(x * LOG2_E + f32(0.5))
+    n = (x * LOG2_E + NEAREST) - NEAREST
     r = x - n * LN_2_HIGH - n * LN_2_LOW
     p = f32(1.9875691500e-4)
     p = p * r + f32(1.3981999507e-3)
@@ -71,18 +91,19 @@ def _exp(x):  # type: ignore[no-untyped-def]
     p = p * r + f32(1.6666665459e-1)
     p = p * r + f32(5.0000001201e-1)
     p = p * r * r + r + f32(1.0)
-    return p * _as_float(np.int32((np.int32(n) + np.int32(127)) << np.int32(23)))
+    return p * as_float(np.int32((np.int32(n) + np.int32(127)) << np.int32(23)))
 
 
-@njit(nogil=True, cache=True, fastmath=FAST)
+@njit(**INNER, fastmath=FAST)
 def _layer_norm(x, weight, bias, epsilon, out):  # type: ignore[no-untyped-def]
+    stay_apart()
     rows, width = x.shape
     for r in range(rows):
-        total = f32(0.0)
+        sum_of = ZERO
         for i in range(width):
-            total += x[r, i]
-        mean = total / f32(width)
-        squares = f32(0.0)
+            sum_of += x[r, i]
+        mean = sum_of / f32(width)
+        squares = ZERO
         for i in range(width):
             squares += (x[r, i] - mean) * (x[r, i] - mean)
         inverse = f32(1.0) / np.sqrt(squares / f32(width) + epsilon)
@@ -90,49 +111,7 @@ def _layer_norm(x, weight, bias, epsilon, out):  # type: ignore[no-untyped-def]
             out[r, i] = (x[r, i] - mean) * inverse * weight[i] + bias[i]
 
 
-@njit(nogil=True, cache=True, fastmath=FAST)
-def _times_columns(x, matrix, low, high, bias, out):  # type: ignore[no-untyped-def]
-    """out[:, j] = x @ matrix[:, low + j] + bias[low + j] for the columns low to high."""
-    rows, n_in = x.shape
-    width = high - low
-    for r in range(rows):
-        for j in range(width):
-            out[r, j] = bias[low + j]
-    _accumulate(x, 0, n_in, matrix, 0, low, width, out)
-
-
-@njit(nogil=True, cache=True, fastmath=FAST)
-def _accumulate(x, x_low, n, matrix, row_low, column_low, width, out):  # type: ignore[no-untyped-def]
-    """out (rows, width) += n columns of x times a block of the matrix, from the given corners on.
-
-    Eight rows of the matrix at a time, so that sums are loaded and stored an eighth as often.
-    """
-    rows = x.shape[0]
-    whole = n - n % 8
-    for i in range(0, whole, 8):
-        m = row_low + i
-        for r in range(rows):
-            a, b = x[r, x_low + i], x[r, x_low + i + 1]
-            c, d = x[r, x_low + i + 2], x[r, x_low + i + 3]
-            e, f = x[r, x_low + i + 4], x[r, x_low + i + 5]
-            g, h = x[r, x_low + i + 6], x[r, x_low + i + 7]
-            for j in range(width):
-                k = column_low + j
-                out[r, j] += (
-                    (a * matrix[m, k] + b * matrix[m + 1, k])
-                    + (c * matrix[m + 2, k] + d * matrix[m + 3, k])
-                ) + (
-                    (e * matrix[m + 4, k] + f * matrix[m + 5, k])
-                    + (g * matrix[m + 6, k] + h * matrix[m + 7, k])
-                )
-    for i in range(whole, n):
-        for r in range(rows):
-            a = x[r, x_low + i]
-            for j in range(width):
-                out[r, j] += a * matrix[row_low + i, column_low + j]
-
-
-@njit(nogil=True, cache=True, fastmath=FAST)
+@njit(**INNER, fastmath=FAST)
 def _gelu(x):  # type: ignore[no-untyped-def]
     """GPT-2's GELU in place: 0.5 x (1 + tanh(y)) is x / (1 + exp(-2 y))."""
     rows, width = x.shape
@@ -142,127 +121,416 @@ def _gelu(x):  # type: ignore[no-untyped-def]
             x[r, i] = v / (f32(1.0) + _exp(GELU_SLOPE * (v + GELU_CUBE * v * v * v)))
 
 
-@njit(nogil=True, cache=True, fastmath=FAST)
-def _attend(q, keys, values, n_keys, mask, scale, scores, out):  # type: ignore[no-untyped-def]
-    """out = softmax(scale q keys^T) values, over the first n_keys keys `mask` allows."""
-    width = q.shape[0]
+@njit(**INNER)
+def _share(n, unit, thread, n_threads):  # type: ignore[no-untyped-def]
+    """A thread's range of `n`, in whole units; the last thread's takes what is over."""
+    units = n // unit
+    low = units * thread // n_threads * unit
+    return low, n if thread == n_threads - 1 else units * (thread + 1) // n_threads * unit
+
+
+@njit(**INNER)
+def _multiply(x, x_low, matrix, low, high, like, out):  # type: ignore[no-untyped-def]
+    """out (rows, width) = columns of x from x_low on times the rows low to high of the matrix."""
+    stay_apart()
+    rows, step = x.shape[0], matrix.width * like.itemsize
+    _fill(out, matrix.width, ZERO)
+    whole = low + (high - low) // ROWS_AT_ONCE * ROWS_AT_ONCE
+    vectors = matrix.width // LANES * LANES
+    # As many columns at a time as keep the sums in the first cache.
+    tile = vectors if rows == 1 else max(SUMS_IN_L1 // max(rows, 8) // LINE * LINE, 2 * LINE)
+    for left in range(0, vectors, tile):
+        n = min(tile, vectors - left)
+        for i in range(low, whole, ROWS_AT_ONCE):
+            numbers = x.ctypes.data + 4 * (x_low + i - low)
+            weights = matrix.at + i * step + left * like.itemsize
+            scales = matrix.scales + 4 * (i // matrix.group * matrix.width + left)
+            sums = out.ctypes.data + 4 * left
+            if rows == 1:
+                _add_eight(numbers, weights, step, scales, n, like, sums)
+            else:
+                _add_eight_to_all(numbers, 4 * x.shape[1], rows, weights, step, scales, n, like,
+                                  sums, 4 * out.shape[1])  # fmt: skip
+    _one_by_one(x, x_low, matrix, low, whole, low, vectors, matrix.width, like, out)
+    _one_by_one(x, x_low, matrix, whole, high, low, 0, matrix.width, like, out)
+
+
+@njit(**INNER)
+def _add_eight(x, weights, step, scales, n, like, sums):  # type: ignore[no-untyped-def]
+    """sums (n) += eight numbers at x times eight rows of n weights, all by address.
+
+    The eight rows after them are asked for meanwhile: the hardware's own prefetching does not keep
+    up with narrow weights.
+    """
+    a, b, c, d = (splat(load_one(x, FLOATS)), splat(load_one(x + 4, FLOATS)),
+                  splat(load_one(x + 8, FLOATS)), splat(load_one(x + 12, FLOATS)))  # fmt: skip
+    e, f, g, h = (splat(load_one(x + 16, FLOATS)), splat(load_one(x + 20, FLOATS)),
+                  splat(load_one(x + 24, FLOATS)), splat(load_one(x + 28, FLOATS)))  # fmt: skip
+    p = weights
+    for j in range(0, 4 * n, 4 * LANES):
+        if j // 4 * like.itemsize % LINE == 0:
+            for line in range(ROWS_AT_ONCE):
+                prefetch(p + (ROWS_AT_ONCE + line) * step)
+        s = multiply_add(a, load(p, like), splat(ZERO))
+        s = multiply_add(b, load(p + step, like), s)
+        s = multiply_add(c, load(p + 2 * step, like), s)
+        s = multiply_add(d, load(p + 3 * step, like), s)
+        s = multiply_add(e, load(p + 4 * step, like), s)
+        s = multiply_add(f, load(p + 5 * step, like), s)
+        s = multiply_add(g, load(p + 6 * step, like), s)
+        s = multiply_add(h, load(p + 7 * step, like), s)
+        q = sums + j
+        if is_scaled(like):
+            store(q, multiply_add(s, load(scales + j, FLOATS), load(q, FLOATS)))
+        else:
+            store(q, add(s, load(q, FLOATS)))
+        p += LANES * like.itemsize
+
+
+@njit(**INNER)
+def _add_eight_to_all(x, x_step, rows, weights, step, scales, n, like, sums, sums_step):  # type: ignore[no-untyped-def]
+    """What `_add_eight` does, in its order, for several rows of x and of sums.
+
+    Weights are loaded, and widened, once for all rows.
+    """
+    p = weights
+    for j in range(0, 4 * n, 4 * LANES):
+        if j // 4 * like.itemsize % LINE == 0:
+            for line in range(ROWS_AT_ONCE):
+                prefetch(p + (ROWS_AT_ONCE + line) * step)
+        a, b, c, d = (load(p, like), load(p + step, like), load(p + 2 * step, like),
+                      load(p + 3 * step, like))  # fmt: skip
+        r = p + 4 * step
+        e, f, g, h = (load(r, like), load(r + step, like), load(r + 2 * step, like),
+                      load(r + 3 * step, like))  # fmt: skip
+        scale = load(scales + j, FLOATS) if is_scaled(like) else splat(ZERO)
+        k, q = x, sums + j
+        for _ in range(rows):
+            s = multiply_add(splat(load_one(k, FLOATS)), a, splat(ZERO))
+            s = multiply_add(splat(load_one(k + 4, FLOATS)), b, s)
+            s = multiply_add(splat(load_one(k + 8, FLOATS)), c, s)
+            s = multiply_add(splat(load_one(k + 12, FLOATS)), d, s)
+            s = multiply_add(splat(load_one(k + 16, FLOATS)), e, s)
+            s = multiply_add(splat(load_one(k + 20, FLOATS)), f, s)
+            s = multiply_add(splat(load_one(k + 24, FLOATS)), g, s)
+            s = multiply_add(splat(load_one(k + 28, FLOATS)), h, s)
+            if is_scaled(like):
+                store(q, multiply_add(s, scale, load(q, FLOATS)))
+            else:
+                store(q, add(s, load(q, FLOATS)))
+            k, q = k + x_step, q + sums_step
+        p += LANES * like.itemsize
+
+
+@njit(**INNER)
+def _one_by_one(x, x_low, matrix, low, high, first, left, right, like, out):  # type: ignore[no-untyped-def]
+    """What is left over of a product: the rows low to high, columns left to right of the matrix.
+
+    Row `first` of the matrix goes with column x_low of x.
+    """
+    size = like.itemsize
+    for r in range(x.shape[0]):
+        for i in range(low, high):
+            number = x[r, x_low + i - first]
+            for j in range(left, right):
+                weight = load_one(matrix.at + (i * matrix.width + j) * size, like)
+                if is_scaled(like):
+                    group = i // matrix.group
+                    weight *= load_one(matrix.scales + 4 * (group * matrix.width + j), FLOATS)
+                out[r, j] += number * weight
+
+
+# In what follows, loops stand where an assignment of slices would do: it takes longer to compile than
+# all the rest.
+
+
+@njit(**INNER)
+def _fill(rows, width, number):  # type: ignore[no-untyped-def]
+    """rows (n, at least width) = number, in the first `width` columns."""
+    for r in range(rows.shape[0]):
+        for i in range(width):
+            rows[r, i] = number
+
+
+@njit(**INNER)
+def _add_to(x, more):  # type: ignore[no-untyped-def]
+    """x += more (rows, C)."""
+    for r in range(x.shape[0]):
+        for i in range(x.shape[1]):
+            x[r, i] += more[r, i]
+
+
+@njit(**INNER)
+def _sum_shares(shares, low, high, bias, out):  # type: ignore[no-untyped-def]
+    """out (rows, high - low) = bias + the sum of all threads' shares, columns low to high."""
+    stay_apart()
+    for r in range(out.shape[0]):
+        for j in range(low, high):
+            out[r, j - low] = bias[j]
+        for thread in range(shares.shape[0]):
+            for j in range(low, high):
+                out[r, j - low] += shares[thread, r, j]
+
+
+@njit(**INNER)
+def _dot(a, b, n):  # type: ignore[no-untyped-def]
+    """The dot product of n float32 numbers at each of two addresses."""
+    whole = n // LANES * LANES
+    s = splat(ZERO)
+    for i in range(0, 4 * whole, 4 * LANES):
+        s = multiply_add(load(a + i, FLOATS), load(b + i, FLOATS), s)
+    sum_of = total(s)
+    for i in range(4 * whole, 4 * n, 4):
+        sum_of += load_one(a + i, FLOATS) * load_one(b + i, FLOATS)
+    return sum_of
+
+
+@njit(**INNER)
+def _mix(weights, values, n_keys, width, out):  # type: ignore[no-untyped-def]
+    """out (width) = weights times the first n_keys rows of values (keys, width), by address."""
+    step = 4 * width
+    for low in range(0, width - 63, 64):
+        s, t, u, v = splat(ZERO), splat(ZERO), splat(ZERO), splat(ZERO)
+        p = values + 4 * low
+        for key in range(n_keys):
+            w = splat(load_one(weights + 4 * key, FLOATS))
+            s = multiply_add(load(p, FLOATS), w, s)
+            t = multiply_add(load(p + 64, FLOATS), w, t)
+            u = multiply_add(load(p + 128, FLOATS), w, u)
+            v = multiply_add(load(p + 192, FLOATS), w, v)
+            p += step
+        q = out.ctypes.data + 4 * low
+        store(q, s)
+        store(q + 64, t)
+        store(q + 128, u)
+        store(q + 192, v)
+    for i in range(width // 64 * 64, width):
+        out[i] = ZERO
+        for key in range(n_keys):
+            p = values + key * step + 4 * i
+            out[i] += load_one(weights + 4 * key, FLOATS) * load_one(p, FLOATS)
+
+
+@njit(**INNER, fastmath=FAST)
+def _attend(q, keys, values, n_keys, mask, scale, weights, out):  # type: ignore[no-untyped-def]
+    """out = softmax(scale q keys^T) values, over the first n_keys keys that `mask` allows."""
+    width = q.size
     best = f32(-3.0e38)
     for s in range(n_keys):
-        total = f32(0.0)
-        for i in range(width):
-            total += q[i] * keys[s, i]
-        scores[s] = total * scale
-        if mask.shape[0] == 0 or mask[s]:
-            best = max(best, scores[s])
-    for i in range(width):
-        out[i] = f32(0.0)
-    total = f32(0.0)
+        weights[s] = _dot(q.ctypes.data, keys.ctypes.data + 4 * width * s, width) * scale
+        if mask.size == 0 or mask[s]:
+            best = max(best, weights[s])
+    sum_of = ZERO
     for s in range(n_keys):
-        scores[s] = _exp(scores[s] - best)
+        weights[s] = _exp(min(weights[s] - best, ZERO))
     for s in range(n_keys):
-        if mask.shape[0] == 0 or mask[s]:
-            w = scores[s]
-            total += w
-            for i in range(width):
-                out[i] += w * values[s, i]
-    if total > f32(0.0):
-        inverse = f32(1.0) / total
-        for i in range(width):
-            out[i] *= inverse
+        if mask.size and not mask[s]:
+            weights[s] = ZERO
+        sum_of += weights[s]
+    # A query that is padding itself may see nothing; its weights are then all 0.
+    inverse = f32(1.0) / sum_of if sum_of > ZERO else ZERO
+    for s in range(n_keys):
+        weights[s] *= inverse
+    _mix(weights.ctypes.data, values.ctypes.data, n_keys, width, out)
 
 
-# What `addresses[layer]` holds, in this order.
-LN_1_WEIGHT, LN_1_BIAS, ATTN_WEIGHT, ATTN_BIAS, PROJ_WEIGHT, PROJ_BIAS = range(6)
-LN_2_WEIGHT, LN_2_BIAS, FC_WEIGHT, FC_BIAS, DOWN_WEIGHT, DOWN_BIAS = range(6, 12)
+# What `addresses[layer]` holds, in this order: addresses of float32 vectors, then of a matrix and
+# its scales.
+LN_1_WEIGHT, LN_1_BIAS, ATTN_BIAS, PROJ_BIAS, LN_2_WEIGHT, LN_2_BIAS, FC_BIAS, DOWN_BIAS = range(8)
+ATTN, PROJ, FC, DOWN = range(8, 16, 2)
 
 
-@njit(nogil=True, cache=True, fastmath=FAST)
+@njit(**INNER)
+def _vector(address, n):  # type: ignore[no-untyped-def]
+    return carray(floats_at(address), n)
+
+
+@njit(**INNER)
+def _matrix(addresses, which, n_in, width):  # type: ignore[no-untyped-def]
+    group = GROUP if n_in % GROUP == 0 else n_in
+    return Matrix(addresses[which], n_in, width, addresses[which + 1], group)
+
+
+@njit(**COMPILED)
 def _blocks(
     thread, n_threads, shared,
-    x_in, addresses, scales, keys, values, past, mask, epsilon, inner, parts, x_out,
+    x_in, addresses, like, scales, keys, values, past, mask, epsilon, inner, wide, narrow, x_out,
 ):  # fmt: skip  # type: ignore[no-untyped-def]
     """All blocks for x_in (B * T, C), its rows ordered by text.
 
-    `keys` and `values` are the cache's (layer, B, H, max_len, D), `mask` (B, keys) or empty.
-    `parts` (2, n_threads, B * T, C) is where the threads put their share of the two sums of a
-    block: one is written while the other may still be read.
+    `keys` and `values` are the cache's (layer, B, H, max_len, D), `mask` (B, keys) or empty. `wide`
+    (n_threads, B * T, at least 3 C and inner) and `narrow` (n_threads, B * T, at least C) are where
+    the threads put their shares: one is written while the other may still be read.
     """
     n_rows, width = x_in.shape
-    n_layer, n_text, n_head, _, size = keys.shape
-    n_new = n_rows // n_text
-    head_low, head_high = n_head * thread // n_threads, n_head * (thread + 1) // n_threads
-    unit_low, unit_high = inner * thread // n_threads, inner * (thread + 1) // n_threads
-    own = (head_high - head_low) * size
-    x, h = x_in.copy(), np.empty((n_rows, width), f32)
-    qkv = np.empty((3, n_rows, own), f32)
-    mixed, units = np.empty((n_rows, own), f32), np.empty((n_rows, unit_high - unit_low), f32)
-    scores = np.empty(past + n_new, f32)
-    for layer in range(n_layer):
+    _, n_text, n_head, _, size = keys.shape
+    head_low, head_high = _share(n_head, 1, thread, n_threads)
+    low, high = _share(width, ROWS_AT_ONCE, thread, n_threads)
+    unit_low, unit_high = _share(inner, ROWS_AT_ONCE, thread, n_threads)
+    own_low, own_high = head_low * size, head_high * size
+    x, h = np.empty((n_rows, width), f32), np.empty((n_rows, width), f32)
+    _fill(x, width, ZERO)
+    _add_to(x, x_in)
+    qkv = np.empty((3, n_rows, own_high - own_low), f32)
+    mixed = np.empty((n_rows, own_high - own_low), f32)
+    units = np.empty((n_rows, unit_high - unit_low), f32)
+    weights = np.empty(past + n_rows // n_text, f32)
+    zero = np.int64(0)  # a plain 0 would be a type of its own, and a function more to compile
+    for layer in range(addresses.shape[0]):
         at = addresses[layer]
-        _layer_norm(x, carray(_floats_at(at[LN_1_WEIGHT]), width),
-                    carray(_floats_at(at[LN_1_BIAS]), width), epsilon, h)  # fmt: skip
-        matrix = carray(_floats_at(at[ATTN_WEIGHT]), (width, 3 * width))
-        bias = carray(_floats_at(at[ATTN_BIAS]), 3 * width)
+        _layer_norm(x, _vector(at[LN_1_WEIGHT], width), _vector(at[LN_1_BIAS], width), epsilon, h)
+        _multiply(h, low, _matrix(at, ATTN, width, 3 * width), low, high, like, wide[thread])
+        if not barrier(shared, n_threads):
+            return
+        bias = _vector(at[ATTN_BIAS], 3 * width)
         for part in range(3):
-            low = part * width + head_low * size
-            _times_columns(h, matrix, low, low + own, bias, qkv[part])
-        for row in range(n_rows):
-            text, end = row // n_new, past + row % n_new + 1
-            allowed = mask[text] if mask.shape[0] else mask.ravel()
-            for head in range(head_low, head_high):
-                own_keys, own_values = keys[layer, text, head], values[layer, text, head]
-                low = (head - head_low) * size
-                for i in range(size):
-                    own_keys[end - 1, i] = qkv[1, row, low + i]
-                    own_values[end - 1, i] = qkv[2, row, low + i]
-                q, out = qkv[0, row, low : low + size], mixed[row, low : low + size]
-                _attend(q, own_keys, own_values, end, allowed, scales[layer], scores, out)
-        parts[0, thread] = f32(0.0)
-        matrix = carray(_floats_at(at[PROJ_WEIGHT]), (width, width))
-        _accumulate(mixed, 0, own, matrix, head_low * size, 0, width, parts[0, thread])
+            start = part * width
+            _sum_shares(wide, start + own_low, start + own_high, bias, qkv[part])
+        _attention(qkv, keys[layer], values[layer], head_low, past, mask, scales[layer], weights,
+                   mixed)  # fmt: skip
+        matrix = _matrix(at, PROJ, width, width)
+        _multiply(mixed, zero, matrix, own_low, own_high, like, narrow[thread])
         if not barrier(shared, n_threads):
             return
-        _add_sum(x, parts[0], carray(_floats_at(at[PROJ_BIAS]), width))
-        _layer_norm(x, carray(_floats_at(at[LN_2_WEIGHT]), width),
-                    carray(_floats_at(at[LN_2_BIAS]), width), epsilon, h)  # fmt: skip
-        matrix = carray(_floats_at(at[FC_WEIGHT]), (width, inner))
-        bias = carray(_floats_at(at[FC_BIAS]), inner)
-        _times_columns(h, matrix, unit_low, unit_high, bias, units)
+        _sum_shares(narrow, 0, width, _vector(at[PROJ_BIAS], width), h)
+        _add_to(x, h)
+        _layer_norm(x, _vector(at[LN_2_WEIGHT], width), _vector(at[LN_2_BIAS], width), epsilon, h)
+        _multiply(h, low, _matrix(at, FC, width, inner), low, high, like, wide[thread])
+        if not barrier(shared, n_threads):
+            return
+        _sum_shares(wide, unit_low, unit_high, _vector(at[FC_BIAS], inner), units)
         _gelu(units)
-        parts[1, thread] = f32(0.0)
-        matrix = carray(_floats_at(at[DOWN_WEIGHT]), (inner, width))
-        _accumulate(units, 0, unit_high - unit_low, matrix, unit_low, 0, width, parts[1, thread])
+        matrix = _matrix(at, DOWN, inner, width)
+        _multiply(units, zero, matrix, unit_low, unit_high, like, narrow[thread])
         if not barrier(shared, n_threads):
             return
-        _add_sum(x, parts[1], carray(_floats_at(at[DOWN_BIAS]), width))
+        _sum_shares(narrow, 0, width, _vector(at[DOWN_BIAS], width), h)
+        _add_to(x, h)
     if thread == 0:
-        x_out[:] = x
+        _add_to(x_out, x)
 
 
-@njit(nogil=True, cache=True, fastmath=FAST)
-def _add_sum(x, parts, bias):  # type: ignore[no-untyped-def]
-    """x += bias + the sum of all threads' parts, in the same order in every thread."""
-    rows, width = x.shape
-    for r in range(rows):
-        for i in range(width):
-            total = bias[i]
-            for thread in range(parts.shape[0]):
-                total += parts[thread, r, i]
-            x[r, i] += total
+@njit(**INNER)
+def _attention(qkv, keys, values, head_low, past, mask, scale, weights, mixed):  # type: ignore[no-untyped-def]
+    """Store the new keys and values (B, H, max_len, D) of one thread's heads and mix their outputs.
+
+    `qkv` (3, rows, D x heads) and `mixed` (rows, D x heads) hold the heads from `head_low` on.
+    """
+    stay_apart()
+    n_text, _, _, size = keys.shape
+    n_rows, own = mixed.shape
+    n_new = n_rows // n_text
+    for row in range(n_rows):
+        text, end = row // n_new, past + row % n_new + 1
+        seen = mask[text] if mask.size else mask.ravel()
+        for low in range(0, own, size):
+            head = head_low + low // size
+            for i in range(size):
+                keys[text, head, end - 1, i] = qkv[1, row, low + i]
+                values[text, head, end - 1, i] = qkv[2, row, low + i]
+            _attend(qkv[0, row, low : low + size], keys[text, head], values[text, head], end, seen,
+                    scale, weights, mixed[row, low : low + size])  # fmt: skip
 
 
-@njit(nogil=True, cache=True, fastmath=FAST)
-def _unembed(thread, n_threads, shared, x, table, logits):  # type: ignore[no-untyped-def]
+@njit(**COMPILED)
+def _unembed(thread, n_threads, shared, x, table_at, table_scales, like, logits):  # type: ignore[no-untyped-def]
     """logits (rows, V) = x (rows, C) table^T, each thread a range of the vocabulary."""
     rows, width = x.shape
-    n_tokens = table.shape[0]
-    for token in range(n_tokens * thread // n_threads, n_tokens * (thread + 1) // n_threads):
+    size = like.itemsize
+    group = GROUP if width % GROUP == 0 else width
+    low, high = _share(logits.shape[1], 1, thread, n_threads)
+    widened = np.empty(TOKENS_AT_ONCE * width + LANES if rows > 1 else 0, f32)
+    copy = (widened.ctypes.data + LINE - 1) // LINE * LINE
+    first = low
+    while first < high:
+        # The last few one by one: four times the same one.
+        n_tokens = TOKENS_AT_ONCE if high - first >= TOKENS_AT_ONCE else 1
+        step = width * size if n_tokens == TOKENS_AT_ONCE else 0
+        at = table_at + first * width * size
+        scales = table_scales + 4 * first * (width // group)
+        scales_step = 4 * (width // group) if n_tokens == TOKENS_AT_ONCE else 0
+        if rows > 1:
+            _widen(at, step, width, like, copy)
         for r in range(rows):
-            total = f32(0.0)
-            for i in range(width):
-                total += x[r, i] * table[token, i]
-            logits[r, token] = total
+            numbers = x.ctypes.data + 4 * r * width
+            if rows > 1:
+                scores = _four_scores(numbers, copy, 4 * width, scales, scales_step, group, width,
+                                      FLOATS, like)  # fmt: skip
+            else:
+                scores = _four_scores(numbers, at, step, scales, scales_step, group, width, like,
+                                      like)  # fmt: skip
+            for token in range(n_tokens):
+                logits[r, first + token] = scores[token]
+        first += n_tokens
     barrier(shared, n_threads)
+
+
+@njit(**INNER)
+def _widen(weights, step, n, like, copy):  # type: ignore[no-untyped-def]
+    """Four rows of n weights as float32, each vector in one cache line, once for several rows of x.
+
+    A file's weights do not begin at a cache line, so that every vector of theirs costs two reads.
+    """
+    for row in range(TOKENS_AT_ONCE):
+        p, q = weights + row * step, copy + 4 * n * row
+        for i in range(0, n // LANES * LANES, LANES):
+            if i * like.itemsize % LINE == 0:
+                prefetch(p + i * like.itemsize + TOKENS_AT_ONCE * step)
+            store(q + 4 * i, load(p + i * like.itemsize, like))
+        for i in range(n // LANES * LANES, n):
+            store_one(q + 4 * i, load_one(p + i * like.itemsize, like))
+
+
+@njit(**INNER)
+def _four_scores(x, rows, step, scales, scales_step, group, n, numbers, like):  # type: ignore[no-untyped-def]
+    """The dot products of n numbers at x with four rows of n weights, all by address.
+
+    `like` is the format of the table, `numbers` that of these rows, which may have been widened.
+    """
+    size = numbers.itemsize
+    block = 4 * LANES  # no more than a group
+    a, b, c, d = splat(ZERO), splat(ZERO), splat(ZERO), splat(ZERO)
+    for low in range(0, n // block * block, block):
+        s, t, u, v = splat(ZERO), splat(ZERO), splat(ZERO), splat(ZERO)
+        for i in range(low, low + block, LANES):
+            p = rows + i * size
+            if i * size % LINE == 0 and size == like.itemsize:
+                for row in range(TOKENS_AT_ONCE):
+                    prefetch(p + (TOKENS_AT_ONCE + row) * step)
+            number = load(x + 4 * i, FLOATS)
+            s = multiply_add(number, load(p, numbers), s)
+            t = multiply_add(number, load(p + step, numbers), t)
+            u = multiply_add(number, load(p + 2 * step, numbers), u)
+            v = multiply_add(number, load(p + 3 * step, numbers), v)
+        if is_scaled(like):
+            q = scales + 4 * (low // group)
+            a = multiply_add(s, splat(load_one(q, FLOATS)), a)
+            b = multiply_add(t, splat(load_one(q + scales_step, FLOATS)), b)
+            c = multiply_add(u, splat(load_one(q + 2 * scales_step, FLOATS)), c)
+            d = multiply_add(v, splat(load_one(q + 3 * scales_step, FLOATS)), d)
+        else:
+            a, b, c, d = add(a, s), add(b, t), add(c, u), add(d, v)
+    sums = (total(a), total(b), total(c), total(d))
+    if n % block == 0:
+        return sums
+    return (
+        sums[0] + _rest(x, rows, scales, group, n, numbers, like),
+        sums[1] + _rest(x, rows + step, scales + scales_step, group, n, numbers, like),
+        sums[2] + _rest(x, rows + 2 * step, scales + 2 * scales_step, group, n, numbers, like),
+        sums[3] + _rest(x, rows + 3 * step, scales + 3 * scales_step, group, n, numbers, like),
+    )
+
+
+@njit(**INNER)
+def _rest(x, row, scales, group, n, numbers, like):  # type: ignore[no-untyped-def]
+    """The part of a dot product that is left over beyond the last whole block."""
+    sum_of = ZERO
+    for i in range(n // (4 * LANES) * (4 * LANES), n):
+        weight = load_one(row + i * numbers.itemsize, numbers)
+        if is_scaled(like):
+            weight *= load_one(scales + 4 * (i // group), FLOATS)
+        sum_of += load_one(x + 4 * i, FLOATS) * weight
+    return sum_of
 
 
 class CompiledStep:
@@ -273,17 +541,21 @@ class CompiledStep:
     """
 
     def __init__(self, model: GPT2) -> None:
-        self.n_threads = min(torch.get_num_threads(), model.config.n_head)
+        config = model.config
+        self.n_threads = min(torch.get_num_threads(), config.n_head)
         self._team = Team(self.n_threads)
         self._weights = [_block_weights(block) for block in model.h]  # keeps the memory alive
-        self._addresses = np.array([[w.data_ptr() for w in block] for block in self._weights])
+        self._addresses = np.array([[_address(w) for w in block] for block in self._weights])
+        self._table = model.table
+        self._like = FORMATS[model.table.weight.dtype]
+        self._max_rows = MAX_ROWS if self._like is FLOATS else MAX_ROWS_WIDENED
         self._scales = np.array([block.attn.scale for block in model.h], f32)
-        self._epsilon = f32(model.config.layer_norm_epsilon)
-        self._inner = model.config.inner_dim
+        self._epsilon = f32(config.layer_norm_epsilon)
+        self._inner = config.inner_dim
 
     def takes(self, x: Tensor) -> bool:
         """Whether `x` (B, T, C) is a decoding pass: few rows, and no gradient wanted."""
-        few = x.shape[0] * x.shape[1] <= MAX_ROWS
+        few = x.shape[0] * x.shape[1] <= self._max_rows
         return few and x.dtype == torch.float32 and not x.requires_grad
 
     def blocks(self, x: Tensor, cache: KVCache, mask: Tensor | None) -> Tensor:
@@ -295,11 +567,12 @@ class CompiledStep:
         batch, n_new, width = x.shape
         assert cache.keys.dtype == torch.float32
         rows = np.ascontiguousarray(x.numpy().reshape(batch * n_new, width))
-        out = np.empty_like(rows)
+        out = np.zeros_like(rows)
         self._team.run(
             _blocks,
             rows,
             self._addresses,
+            self._like,
             self._scales,
             cache.keys.numpy(),
             cache.values.numpy(),
@@ -307,35 +580,55 @@ class CompiledStep:
             NO_MASK if mask is None else np.ascontiguousarray(mask.numpy()),
             self._epsilon,
             self._inner,
-            np.empty((2, self.n_threads, *rows.shape), f32),
+            _shares(self.n_threads, len(rows), max(3 * width, self._inner)),
+            _shares(self.n_threads, len(rows), width),
             out,
         )
         return torch.from_numpy(out).view(batch, n_new, width)
 
-    def unembed(self, x: Tensor, table: Tensor) -> Tensor:
-        """Logits (B, T, V) of `x` (B, T, C) with the embedding table (V, C)."""
+    def unembed(self, x: Tensor) -> Tensor:
+        """Logits (B, T, V) of `x` (B, T, C)."""
         rows = np.ascontiguousarray(x.numpy().reshape(-1, x.shape[-1]))
-        logits = np.empty((len(rows), len(table)), f32)
-        self._team.run(_unembed, rows, table.numpy(), logits)
-        return torch.from_numpy(logits).view(*x.shape[:-1], len(table))
+        logits = np.empty((len(rows), len(self._table.weight)), f32)
+        at, scales = _address(self._table.weight), _address(self._table.scale)
+        self._team.run(_unembed, rows, at, scales, self._like, logits)
+        return torch.from_numpy(logits).view(*x.shape[:-1], -1)
 
 
 def unfit(model: GPT2) -> str:
     """Why the compiled step cannot run `model`; empty if it can."""
     if model.device.type != "cpu":
         return f"the model is on {model.device.type}"
-    weights = [weight for block in model.h for weight in _block_weights(block)]
-    if any(w.dtype != torch.float32 for w in [*weights, model.wte.weight]):
-        return f"the weights are {str(model.dtype).removeprefix('torch.')}"
+    if model.dtype != torch.float32:
+        return f"it computes in {str(model.dtype).removeprefix('torch.')}"
+    weights = [w for block in model.h for w in _block_weights(block) if w is not None]
     if not all(weight.is_contiguous() for weight in weights):
         return "the weights are not contiguous"
     if model.config.activation_function not in TANH_GELUS:
         return f"the activation is {model.config.activation_function}"
+    if model.table.scale is not None and model.config.head_dim % ROWS_AT_ONCE:
+        return f"int8 weights need heads of a multiple of {ROWS_AT_ONCE}"
     return ""
 
 
-def _block_weights(block: Block) -> list[Tensor]:
+def _shares(n_threads: int, n_rows: int, width: int) -> np.ndarray:
+    """Room for the threads' shares of a product, rows of at least `width`.
+
+    Rows are 896 bytes more than a multiple of 4,096 apart. Processors compare the last 12 bits of
+    addresses to see whether a read must wait for a write before it; so it never does here.
+    """
+    width += (896 - 4 * width) % 4096 // 4
+    return torch.empty(n_threads, n_rows, width).numpy()  # begins at a cache line
+
+
+def _address(tensor: Tensor | None) -> int:
+    return 0 if tensor is None else tensor.data_ptr()
+
+
+def _block_weights(block: Block) -> list[Tensor | None]:
     """A block's weights in the order that `addresses` has them."""
-    layers = (block.ln_1, block.attn.c_attn, block.attn.c_proj)
-    layers += (block.ln_2, block.mlp.c_fc, block.mlp.c_proj)
-    return [tensor for layer in layers for tensor in (layer.weight, layer.bias)]
+    attn, mlp = block.attn, block.mlp
+    vectors = [block.ln_1.weight, block.ln_1.bias, attn.c_attn.bias, attn.c_proj.bias]
+    vectors += [block.ln_2.weight, block.ln_2.bias, mlp.c_fc.bias, mlp.c_proj.bias]
+    matrices = (attn.c_attn, attn.c_proj, mlp.c_fc, mlp.c_proj)
+    return vectors + [w for layer in matrices for w in (layer.weight, layer.scale)]

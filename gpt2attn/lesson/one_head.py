@@ -229,8 +229,9 @@ class FiveSteps(Section):
 
 def five_steps(setting: Setting) -> FiveSteps:
     trace = setting.trace
-    inputs = ("x", "w_q", "w_k", "w_v", "b_q", "b_k", "b_v")
-    output = one_head(*(getattr(trace, name).double() for name in inputs), trace.scale)
+    names = ("x", "w_q", "w_k", "w_v", "b_q", "b_k", "b_v")
+    inputs = {name: getattr(trace, name).double() for name in names}
+    output = one_head(**inputs, scale=trace.scale)
     at = trace.query, trace.key
     stages = {name: getattr(trace, name) for name in ("scores", "scaled", "masked", "weights")}
     return FiveSteps(

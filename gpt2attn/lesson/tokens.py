@@ -53,7 +53,7 @@ class StaticRow(Section):
 
 
 def static_row(setting: Setting) -> StaticRow:
-    table = setting.model.wte.weight
+    table = setting.model.wte.matrix
     ids = torch.tensor(setting.ids, device=table.device)
     rows = table[ids].cpu()
     example = None
@@ -139,7 +139,7 @@ class Neighbours(Section):
 
 
 def find_neighbours(setting: Setting) -> Neighbours:
-    table = setting.model.wte.weight
+    table = setting.model.wte.matrix
     groups = [
         [id for word in group if (id := setting.word(word)) is not None] for group in WORD_GROUPS
     ]

@@ -15,6 +15,7 @@ from ..analysis import is_gpt2_small, measure_heads, rank_heads, sink_share
 from ..attention import AttentionSteps
 from ..cache import KVCache
 from ..capture import attention_maps
+from ..config import GPT2Config
 from ..generation import generate
 from ..trace import HeadTrace
 from .base import (
@@ -147,7 +148,7 @@ def cost(setting: Setting) -> Cost:
     )
 
 
-def _fits(config: object, n_tokens: int) -> bool:
+def _fits(config: GPT2Config, n_tokens: int) -> bool:
     return n_tokens <= config.n_positions
 
 
@@ -192,7 +193,7 @@ def heads(setting: Setting) -> Heads:
             "weights": (H, T, T),
             "outputs": (H, T, D),
             "concatenated": (T, H * D),
-            **shapes(W_o=attn.c_proj.weight),
+            **shapes(W_o=attn.c_proj.matrix),
         },
         layer=trace.layer,
         many=_heads_cost(H, D, C, T),
@@ -205,7 +206,7 @@ def heads(setting: Setting) -> Heads:
 
 
 def _part_norms(setting: Setting, layer: int, steps: AttentionSteps) -> Tensor:
-    w_o = setting.model.h[layer].attn.c_proj.weight.unflatten(0, (steps.output.shape[1], -1))
+    w_o = setting.model.h[layer].attn.c_proj.matrix.unflatten(0, (steps.output.shape[1], -1))
     outputs = steps.output[0, :, setting.choice.query]  # (H, D)
     return (outputs.double()[:, None] @ w_o.double())[:, 0].norm(dim=1)
 
@@ -308,10 +309,10 @@ class Logits(Section):
 
 def logits(setting: Setting) -> Logits:
     model = setting.model
-    hidden = model.hidden(setting.ids)[0]
+    hidden = model.hidden([setting.ids])[0]
     all_logits = model.unembed(hidden[-1])
     tied = model.config.tie_word_embeddings
-    table = (model.wte if tied else model.lm_head).weight
+    table = model.table.matrix
     probabilities = all_logits.double().softmax(0)
     best = probabilities.topk(min(TOP, len(probabilities)))
     return Logits(
@@ -393,7 +394,7 @@ def _last_from_cache(setting: Setting) -> tuple[Tensor, Tensor, float | None]:
     output = model.hidden([ids[-1:]], cache=cache, observe=lambda _, steps: seen.append(steps))[
         0, -1
     ]
-    error = relative_error(output, model.hidden(ids)[0, -1]) if len(ids) > 1 else None
+    error = relative_error(output, model.hidden([ids])[0, -1]) if len(ids) > 1 else None
     return seen[0].q[0], seen[0].k[0], error
 
 
