@@ -22,9 +22,11 @@ from torch import Tensor
 
 from . import __version__
 from .attention import AttentionSteps
-from .model import GPT2, as_ids
+from .model import GPT2, as_ids, check_finite
 
 if TYPE_CHECKING:
+    import pandas
+    import xarray
     from matplotlib.figure import Figure
 
 STAGES = ("scores", "scaled", "masked", "weights")
@@ -114,6 +116,30 @@ class AttentionMaps:
 
         save_maps(self, Path(path))
 
+    def to_bertviz(self, text: int = 0) -> tuple[tuple[Tensor, ...], list[str]]:
+        """What `bertviz.head_view` and `model_view` take for one text; see `interop`."""
+        from .interop import to_bertviz
+
+        return to_bertviz(self, text)
+
+    def to_transformer_lens(self) -> dict[str, Tensor]:
+        """The maps as TransformerLens names them, `blocks.L.attn.hook_pattern`; see `interop`."""
+        from .interop import to_transformer_lens
+
+        return to_transformer_lens(self)
+
+    def to_frame(self) -> pandas.DataFrame:
+        """A long pandas table, one row for each number, without padding; see `interop`."""
+        from .interop import to_frame
+
+        return to_frame(self)
+
+    def to_xarray(self, text: int = 0) -> xarray.Dataset:
+        """One text's maps with named axes (layer, head, query, key); see `interop`."""
+        from .interop import to_xarray
+
+        return to_xarray(self, text)
+
     def figure(
         self,
         layer: int | None = None,
@@ -172,23 +198,39 @@ class Recorder:
             name: _untouched_zeros(shape, dtype or model.dtype) for name in known_stages(stages)
         }
         self.done = 0
+        self._dtype, self._device = model.dtype, model.device.type
         self._all_heads = len(self.heads) == model.config.n_head
+
+    def room(self, layer: int, shape: tuple[int, ...]) -> Tensor | None:
+        """Where the weights (B, H, T, S) of a layer are kept, if all of them are, as computed.
+
+        The layer may compute them there: no copy, and half the fresh memory, which at 1,000 tokens
+        takes longer than the arithmetic.
+        """
+        buffer = self.stages.get("weights")
+        if buffer is None or self._device != "cpu":
+            return None
+        whole = buffer.shape[1:] == shape and buffer.dtype == self._dtype
+        return buffer[self.layers.index(layer)] if whole else None
 
     def __call__(self, layer: int, steps: AttentionSteps) -> None:
         n_query, n_key = steps.weights.shape[-2:]
         self.done = n_key
         for name, buffer in self.stages.items():
             values = kept(steps, name, None if self._all_heads else self.heads)
-            buffer[self.layers.index(layer), :, :, n_key - n_query : n_key, :n_key] = values
+            place = buffer[self.layers.index(layer), :, :, n_key - n_query : n_key, :n_key]
+            if values.data_ptr() != place.data_ptr():
+                place.copy_(values)
 
 
 def _untouched_zeros(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
     """Zeros that take memory page by page as they are written.
 
     torch.zeros writes them all at once, and NumPy's ask for huge pages, which the system can take a
-    second to find for the maps of 1,000 tokens.
+    second to find for the maps of 1,000 tokens. Pages that no other process may share come faster.
     """
-    pages = mmap.mmap(-1, math.prod(shape) * dtype.itemsize)
+    private = {} if os.name == "nt" else {"flags": mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS}
+    pages = mmap.mmap(-1, math.prod(shape) * dtype.itemsize, **private)
     return torch.frombuffer(pages, dtype=dtype).view(shape)
 
 
@@ -236,7 +278,7 @@ def attention_maps(
             raise ValueError("attention_mask must have its padding (0) on the left of each row.")
         rows = [row[len(row) - int(n) :] for row, n in zip(rows, mask.sum(1), strict=True)]
     recorder = Recorder(model, *ids.shape, layers=layers, heads=heads, stages=stages, dtype=dtype)
-    model.hidden(ids, attention_mask=attention_mask, observe=recorder)
+    check_finite(model.hidden(ids, attention_mask=attention_mask, observe=recorder))
     return AttentionMaps(
         recorder.stages,
         recorder.layers,

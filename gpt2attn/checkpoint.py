@@ -31,7 +31,7 @@ from .hub import CONFIG, INDEX, WEIGHTS, resolve, shard_names
 from .kernels import use_kernels
 from .kernels.formats import STORED, store_weights
 from .model import GPT2
-from .untrusted import check_header, listed, local_file, refuse_placeholder
+from .untrusted import check_header, listed, local_file, one_line, refuse_placeholder
 
 PICKLE = "pytorch_model.bin"
 DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
@@ -96,10 +96,11 @@ def load_model(
 
     `dtype` is what the weights are stored and computed in, whatever the file holds; nothing in a
     config lowers it. With `kernels` "auto" on the CPU it is what the big matrices are stored in,
-    and may be int8 too, while all arithmetic is float32 (`kernels.formats`). `allow_pickle` permits pytorch_model.bin where there is no safetensors file,
-    read as plain tensors without running code. Weights with NaN or infinity are refused, or with
-    `allow_nonfinite` reported by a warning. `kernels` "torch" keeps every product torch's own, bit
-    for bit transformers'; "auto" decodes with the compiled step where it fits (`kernels`).
+    and may be int8 too, while all arithmetic is float32 (`kernels.formats`). `allow_pickle` permits
+    pytorch_model.bin where there is no safetensors file, read as plain tensors without running
+    code. Weights with NaN or infinity are refused, or with `allow_nonfinite` reported by a warning.
+    `kernels` "torch" keeps every product torch's own, bit for bit transformers'; "auto" decodes
+    with the compiled step where it fits (`kernels`).
 
     A float32 model on the CPU is a private map of its file: do not write into the file itself while
     the model is in use; `save_model` puts a new one in its place, which is safe.
@@ -139,9 +140,9 @@ def load_model(
 def save_model(model: GPT2, folder: str | os.PathLike[str]) -> None:
     """Write config.json and model.safetensors so that transformers loads them to the same logits.
 
-    The tied embedding is stored once; int8 weights are refused. Each file is written beside its final name and then renamed,
-    so `folder` may be the one that `model` was loaded from. Raises OSError, with one sentence and
-    the path, if they cannot be written.
+    The tied embedding is stored once; int8 weights are refused. Each file is written beside its
+    final name and then renamed, so `folder` may be the one that `model` was loaded from. Raises
+    OSError, with one sentence and the path, if they cannot be written.
     """
     folder = Path(folder)
     if model.table.scale is not None:
@@ -236,7 +237,7 @@ def _open(path: Path, stack: ExitStack) -> dict[str, Entry]:
     try:
         file = stack.enter_context(safe_open(path, framework="pt"))
     except SafetensorError as error:
-        reason = str(error).removeprefix("Error while deserializing header: ")
+        reason = one_line(str(error).removeprefix("Error while deserializing header: "))
         raise CheckpointError(f"{path} is damaged: {reason}; download it again.") from None
 
     def entry(name: str) -> Entry:
@@ -291,7 +292,7 @@ def _all_plain_legacy(path: Path) -> bool:
 def _is_plain(pickle: BinaryIO) -> bool:
     """Whether the pickle that starts here names only what tables of tensors need; it is not run."""
     return all(
-        PICKLED.fullmatch(argument)
+        PICKLED.fullmatch(str(argument))
         for operation, argument, _ in pickletools.genops(pickle)
         if operation.name == "GLOBAL"
     )

@@ -19,38 +19,20 @@ from .attention import AttentionSteps, attend, causal_mask
 from .cache import KVCache
 from .config import GPT2Config
 from .kernels import Linear, Table
-from .kernels.gelu import gelu_new
+from .kernels.activations import activation
 
 if TYPE_CHECKING:
+    from .kernels.cuda import GraphStep
     from .kernels.decode import CompiledStep
 
-# observe(layer, steps) reads what a layer computed.
+# observe(layer, steps) reads what a layer computed. Two attributes are looked at where they are
+# there: `layers`, which it wants, and `room(layer, shape)`, memory for the weights of a layer, or
+# None.
 Observer = Callable[[int, AttentionSteps], object]
 # edit(layer, site, x) returns what the pass goes on with in place of x. Sites: "heads", the outputs
 # of a layer's heads before c_proj (B, H, T, D), and "block", the residual stream that leaves a
 # block (B, T, C).
 Edit = Callable[[int, str, Tensor], Tensor]
-
-
-def gelu_fast(x: Tensor) -> Tensor:
-    """GPT-2's GELU in transformers' other spelling, which rounds differently."""
-    return 0.5 * x * (1.0 + torch.tanh(x * 0.7978845608 * (1.0 + 0.044715 * x * x)))
-
-
-def _gelu_pytorch_tanh(x: Tensor) -> Tensor:
-    return F.gelu(x, approximate="tanh")
-
-
-ACTIVATION_FUNCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
-    "gelu_new": gelu_new,
-    "gelu": F.gelu,
-    "gelu_fast": gelu_fast,
-    "gelu_pytorch_tanh": _gelu_pytorch_tanh,
-    "relu": F.relu,
-    "silu": F.silu,
-    "swish": F.silu,
-    "tanh": torch.tanh,
-}
 
 
 class Attention(nn.Module):
@@ -90,7 +72,15 @@ class Attention(nn.Module):
         else:
             if allowed is None and T > 1:
                 allowed = causal_mask(T, T, x.device)
-            steps = attend(q, k, v, scale=self.scale, allowed=allowed, upcast=self.upcast)
+            find_room = getattr(observe, "room", None)
+            room = (
+                None
+                if find_room is None
+                else find_room(self.layer, (B, self.n_head, T, k.shape[2]))
+            )
+            steps = attend(
+                q, k, v, scale=self.scale, allowed=allowed, upcast=self.upcast, room=room
+            )
             observe(self.layer, steps)
             output = steps.output
         if edit is not None:
@@ -105,7 +95,7 @@ class MLP(nn.Module):
         super().__init__()
         self.c_fc = Linear(config.n_embd, config.inner_dim)
         self.c_proj = Linear(config.inner_dim, config.n_embd)
-        self.activation = ACTIVATION_FUNCTIONS[config.activation_function]
+        self.activation = activation(config.activation_function, "torch")
 
     def forward(self, x: Tensor) -> Tensor:
         return self.c_proj(self.activation(self.c_fc(x)))
@@ -143,11 +133,12 @@ class GPT2(nn.Module):
         self.config = config
         self.wte = Table(config.vocab_size, config.n_embd)
         self.wpe = Table(config.n_positions, config.n_embd)
-        self.h = nn.ModuleList(Block(config, layer) for layer in range(config.n_layer))
+        blocks = nn.ModuleList(Block(config, layer) for layer in range(config.n_layer))
+        self.h: Sequence[Block] = blocks  # type: ignore[assignment]
         self.ln_f = nn.LayerNorm(config.n_embd, eps=config.layer_norm_epsilon)
         if not config.tie_word_embeddings:
             self.lm_head = Table(config.vocab_size, config.n_embd)
-        self.compiled: CompiledStep | None = None  # see kernels.use_kernels
+        self.compiled: CompiledStep | GraphStep | None = None  # see kernels.use_kernels
 
     def _apply(self, *arguments: Any, **options: Any) -> GPT2:
         self.compiled = None  # it holds on to the weights as they were before this move or cast
@@ -208,9 +199,9 @@ class GPT2(nn.Module):
             cache.check_room(B, T)
         mask = self._mask(attention_mask, B, past + T, cache)
         x = self.wte(ids) + self.wpe(self._positions(mask, T, past))
-        plain = observe is None and edit is None and cache is not None
-        if plain and self.compiled is not None and self.compiled.takes(x):
-            x = self.compiled.blocks(x, cache, mask)
+        step = self.compiled if observe is None and edit is None else None
+        if step is not None and cache is not None and step.takes(x):
+            x = step.blocks(x, cache, mask)
         else:
             allowed = self._allowed(mask, T, past)
             wanted = getattr(observe, "layers", None)

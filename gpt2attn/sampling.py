@@ -22,7 +22,10 @@ import secrets
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass
 from functools import cached_property
+from itertools import chain
+from typing import cast
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -110,8 +113,8 @@ class Sampling:
 
     @cached_property
     def _largest_id(self) -> int:
-        biased = (id for id, _ in self.logit_bias)
-        return max((*self.banned_ids, *biased, *sum(self.banned_words, ())), default=-1)
+        biased = dict(self.logit_bias)
+        return max((*self.banned_ids, *biased, *chain(*self.banned_words)), default=-1)
 
     def check(self, vocab_size: int, max_new_tokens: int) -> None:
         """Raise ValueError for an id outside the vocabulary or a minimum above the maximum."""
@@ -144,6 +147,12 @@ def probabilities(
     row = _scores(logits, sampling, history, n_new, end_ids)
     if sampling.temperature == 0:
         return torch.zeros_like(row).index_fill_(0, row.argmax(), 1.0)
+    ids, chances = _candidates(row, sampling)
+    return chances if ids is None else torch.zeros_like(row).index_copy_(0, ids, chances)
+
+
+def _candidates(row: Tensor, sampling: Sampling) -> tuple[Tensor | None, Tensor]:
+    """The ids that top_k leaves, in their order (None: all), and their probabilities."""
     ids = None
     if sampling.top_k and sampling.top_k < len(row):
         ids = largest(row, sampling.top_k)  # the rules below see these alone: 50, not 50,257
@@ -152,7 +161,10 @@ def probabilities(
     few = (few - few.max()) / sampling.temperature
     few = typical_p(min_p(top_p(few, sampling.top_p), sampling.min_p), sampling.typical_p)
     chances = few.softmax(0)
-    return chances if ids is None else torch.zeros_like(row).index_copy_(0, ids, chances)
+    if ids is None:
+        return None, chances
+    ids, order = ids.sort()
+    return ids, chances[order]
 
 
 def process(
@@ -165,7 +177,7 @@ def process(
 ) -> Tensor:
     """Logits (V,) after the processors of `sampling`; arguments as in `probabilities`."""
     sampling.check(len(logits), max_new_tokens=max(sampling.min_new_tokens, n_new))
-    logits = logit_bias(logits, sampling.logit_bias)
+    logits = logit_bias(logits, cast("tuple[tuple[int, float], ...]", sampling.logit_bias))
     logits = repetition_penalty(logits, history, sampling.repetition_penalty)
     logits = no_repeat_ngram(logits, history, sampling.no_repeat_ngram_size)
     logits = ban(ban_words(logits, history, sampling.banned_words), sampling.banned_ids)
@@ -336,11 +348,31 @@ def choose(
 
     Greedy choices use up no random number.
     """
+    row = _scores(logits, sampling, history, n_new, end_ids)
     if sampling.temperature == 0:
-        return int(_scores(logits, sampling, history, n_new, end_ids).argmax())
-    return draw(
-        probabilities(logits, sampling, history=history, n_new=n_new, end_ids=end_ids), generator
-    )
+        return int(row.numpy().argmax())
+    ids, chances = _candidates(row, sampling)
+    place = draw(chances, generator)
+    return place if ids is None else int(ids[place])
+
+
+def log_total(logits: Tensor) -> float:
+    """log(sum(exp(logits))) in float64: a logit less this is a log-probability."""
+    row = _float64(logits)
+    largest_logit = row.max()
+    return float(largest_logit + np.log(np.exp(row - largest_logit).sum()))
+
+
+def _float64(logits: Tensor) -> np.ndarray:
+    """A row of logits as a float64 array.
+
+    NumPy's, not torch's, here and where else a whole row is passed over for each token: torch
+    shares 50,257 numbers among its threads, which then spin for some milliseconds in wait of more,
+    on the core that the next decode step needs.
+    """
+    row = logits.detach().cpu()
+    row = row.float() if row.dtype in (torch.bfloat16, torch.float16) else row
+    return row.numpy().astype(np.float64)
 
 
 def new_seed() -> int:
@@ -363,10 +395,10 @@ def _scores(
     end_ids: Iterable[int],
 ) -> Tensor:
     """(V,) float64 logits after the processors; raises ValueError if they allow no token."""
-    row = logits.detach().to("cpu", torch.float64)
-    if row.dim() != 1 or not len(row):
-        raise ValueError(f"Sampling takes one row of logits, not the shape {tuple(row.shape)}.")
-    if not row.max().isfinite():  # the maximum is NaN if any logit is
+    if logits.dim() != 1 or not len(logits):
+        raise ValueError(f"Sampling takes one row of logits, not the shape {tuple(logits.shape)}.")
+    row = torch.from_numpy(_float64(logits))
+    if not np.isfinite(row.numpy().max()):  # the maximum is NaN if any logit is
         raise ValueError(NO_TOKEN)
     if not sampling.has_processors:
         return row
@@ -401,10 +433,10 @@ def _ids(name: str, ids: Sequence[int]) -> tuple[int, ...]:
 def _words(name: str, words: Sequence[Sequence[int]]) -> tuple[tuple[int, ...], ...]:
     if isinstance(words, str) or not isinstance(words, Iterable):
         raise ValueError(f"{name} must be rows of token ids, not {words!r}.")
-    words = tuple(_ids(name, word) for word in words)
-    if () in words:
+    rows = tuple(_ids(name, word) for word in words)
+    if () in rows:
         raise ValueError(f"{name} must be rows of at least one token id, not an empty one.")
-    return words
+    return rows
 
 
 def _biases(

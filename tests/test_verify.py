@@ -18,6 +18,7 @@ from torch.nn import functional as F
 import gpt2attn.model
 import gpt2attn.verify
 from gpt2attn.checkpoint import load_model
+from gpt2attn.kernels import activations
 from gpt2attn.model import GPT2
 from gpt2attn.verify import Report, Row, VerifyError, comparison, make_cases, verify
 from gpt2attn.verify.report import (
@@ -85,6 +86,7 @@ def test_our_own_paths_agree_within_tolerance_and_say_so(report: Report) -> None
 
 
 def test_report_holds_stack_and_ids(report: Report) -> None:
+    """D59."""
     values = json.loads(json.dumps(report.to_dict(), allow_nan=False))
     assert values["stack"]["torch"] == torch.__version__
     assert values["stack"]["threads"] == torch.get_num_threads()
@@ -161,7 +163,7 @@ def test_a_fault_in_the_model_is_found_and_named(
 
 
 def test_the_erf_gelu_is_found(tiny_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(gpt2attn.model.ACTIVATION_FUNCTIONS, "gelu_new", F.gelu)
+    monkeypatch.setitem(activations.ACTIVATION_FUNCTIONS, "gelu_new", F.gelu)
     _assert_first_difference(verify(tiny_folder, quick=True), "block 0", OBSERVED)
 
 
@@ -217,7 +219,7 @@ def _assert_first_difference(report: Report, stage: str, pair: str) -> Row:
 def test_the_same_function_rounded_otherwise_passes_but_is_not_called_equal(
     tiny_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setitem(gpt2attn.model.ACTIVATION_FUNCTIONS, "gelu_new", gpt2attn.model.gelu_fast)
+    monkeypatch.setitem(activations.ACTIVATION_FUNCTIONS, "gelu_new", activations.gelu_fast)
     report = verify(tiny_folder, quick=True)
     assert report.ok
     assert not report.bit_equal
@@ -323,6 +325,7 @@ def test_greedy_ids_may_part_only_at_a_near_tie() -> None:
 
 
 def test_a_difference_of_a_hundredth_is_never_called_equal() -> None:
+    """D07."""
     ours, theirs = torch.zeros(1, 2, 3), torch.zeros(1, 2, 3)
     ours[0, 1, 2] = 0.01
     row = Row("logits", FUSED, "x", tolerance=1e-4)

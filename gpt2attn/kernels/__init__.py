@@ -1,14 +1,16 @@
-"""The linear layer of GPT-2, and compiled forms of what decoding spends its time on.
+"""The layers of GPT-2 that hold its weights, and fast forms of what a run spends its time on.
 
-`torch` is the reference: every product is torch's, bit for bit as in transformers. `auto` adds,
-where numba is there and the model is a float32 one on the CPU, a compiled step for the few rows of
-a decoding pass; prompts, and every layer that somebody observes or edits, still run on torch.
+`torch` is the reference: every operation is torch's, in transformers' order, bit for bit. `auto`
+takes the fused GELU, and adds a compiled step for the few rows of a decoding pass: with numba on
+the CPU, as a graph on CUDA. Prompts, and every layer that somebody observes or edits, still run on
+torch's products.
 """
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from .activations import activation
 from .linear import Linear, Table
 
 if TYPE_CHECKING:
@@ -27,6 +29,8 @@ def use_kernels(model: GPT2, name: str) -> str:
     if name not in KERNELS:
         raise ValueError(f"kernels must be one of {', '.join(KERNELS)}, not {name!r}.")
     model.compiled = None
+    for block in model.h:
+        block.mlp.activation = activation(model.config.activation_function, name)
     if name == "torch":
         return "torch"
     if model.device.type == "cuda":

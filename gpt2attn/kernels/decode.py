@@ -19,6 +19,7 @@ import torch
 from numba import carray, njit
 from torch import Tensor
 
+from .activations import TANH_GELUS
 from .formats import GROUP
 from .simd import (
     FORMATS,
@@ -46,7 +47,6 @@ if TYPE_CHECKING:
 # Beyond so many rows torch's products are the faster ones: those of float32 weights soon, those of
 # others late, since they are widened first.
 MAX_ROWS, MAX_ROWS_WIDENED = 16, 64
-TANH_GELUS = ("gelu_new", "gelu_fast", "gelu_pytorch_tanh")  # one function in three spellings
 ROWS_AT_ONCE = 8  # of a matrix: as many streams as the hardware follows well
 LINE = 64  # bytes of a cache line
 SUMS_IN_L1 = 4096  # floats
@@ -240,8 +240,8 @@ def _one_by_one(x, x_low, matrix, low, high, first, left, right, like, out):  # 
                 out[r, j] += number * weight
 
 
-# In what follows, loops stand where an assignment of slices would do: it takes longer to compile than
-# all the rest.
+# In what follows, loops stand where an assignment of slices would do: those take longer to compile
+# than all the rest.
 
 
 @njit(**INNER)
@@ -455,10 +455,10 @@ def _unembed(thread, n_threads, shared, x, table_at, table_scales, like, logits)
             numbers = x.ctypes.data + 4 * r * width
             if rows > 1:
                 scores = _four_scores(numbers, copy, 4 * width, scales, scales_step, group, width,
-                                      FLOATS, like)  # fmt: skip
+                                      FLOATS, like, False)  # fmt: skip
             else:
                 scores = _four_scores(numbers, at, step, scales, scales_step, group, width, like,
-                                      like)  # fmt: skip
+                                      like, True)  # fmt: skip
             for token in range(n_tokens):
                 logits[r, first + token] = scores[token]
         first += n_tokens
@@ -482,10 +482,11 @@ def _widen(weights, step, n, like, copy):  # type: ignore[no-untyped-def]
 
 
 @njit(**INNER)
-def _four_scores(x, rows, step, scales, scales_step, group, n, numbers, like):  # type: ignore[no-untyped-def]
+def _four_scores(x, rows, step, scales, scales_step, group, n, numbers, like, fetch):  # type: ignore[no-untyped-def]
     """The dot products of n numbers at x with four rows of n weights, all by address.
 
     `like` is the format of the table, `numbers` that of these rows, which may have been widened.
+    With `fetch` the rows after them are asked for meanwhile.
     """
     size = numbers.itemsize
     block = 4 * LANES  # no more than a group
@@ -494,7 +495,7 @@ def _four_scores(x, rows, step, scales, scales_step, group, n, numbers, like):  
         s, t, u, v = splat(ZERO), splat(ZERO), splat(ZERO), splat(ZERO)
         for i in range(low, low + block, LANES):
             p = rows + i * size
-            if i * size % LINE == 0 and size == like.itemsize:
+            if i * size % LINE == 0 and fetch:
                 for row in range(TOKENS_AT_ONCE):
                     prefetch(p + (TOKENS_AT_ONCE + row) * step)
             number = load(x + 4 * i, FLOATS)
@@ -540,6 +541,8 @@ class CompiledStep:
     not be exchanged for others (`GPT2` drops its step when it is moved or cast).
     """
 
+    takes_guesses = True  # a token gets the same logits alone and beside others
+
     def __init__(self, model: GPT2) -> None:
         config = model.config
         self.n_threads = min(torch.get_num_threads(), config.n_head)
@@ -554,8 +557,8 @@ class CompiledStep:
         self._inner = config.inner_dim
 
     def takes(self, x: Tensor) -> bool:
-        """Whether `x` (B, T, C) is a decoding pass: few rows, and no gradient wanted."""
-        few = x.shape[0] * x.shape[1] <= self._max_rows
+        """Whether `x` (..., C) is a decoding pass: few rows, and no gradient wanted."""
+        few = x.shape[:-1].numel() <= self._max_rows
         return few and x.dtype == torch.float32 and not x.requires_grad
 
     def blocks(self, x: Tensor, cache: KVCache, mask: Tensor | None) -> Tensor:
@@ -587,7 +590,7 @@ class CompiledStep:
         return torch.from_numpy(out).view(batch, n_new, width)
 
     def unembed(self, x: Tensor) -> Tensor:
-        """Logits (B, T, V) of `x` (B, T, C)."""
+        """Logits (..., V) of `x` (..., C)."""
         rows = np.ascontiguousarray(x.numpy().reshape(-1, x.shape[-1]))
         logits = np.empty((len(rows), len(self._table.weight)), f32)
         at, scales = _address(self._table.weight), _address(self._table.scale)

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 if TYPE_CHECKING:
     from ..model import GPT2
+    from .linear import Linear, Table
 
 GROUP = 64  # inputs that share a scale: finer costs bandwidth, coarser costs accuracy
 STORED = (torch.bfloat16, torch.float16, torch.int8)
@@ -57,7 +58,7 @@ def store_weights(model: GPT2, dtype: torch.dtype) -> None:
         _store(model.wte, dtype, input_dim=1)
 
 
-def _store(layer: nn.Module, dtype: torch.dtype, input_dim: int) -> None:
+def _store(layer: Linear | Table, dtype: torch.dtype, input_dim: int) -> None:
     weight = layer.weight.detach()
     if dtype == torch.int8:
         weight, layer.scale = quantize(weight, input_dim)
