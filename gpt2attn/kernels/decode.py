@@ -137,8 +137,8 @@ def _multiply(x, x_low, matrix, low, high, like, out):  # type: ignore[no-untype
     _fill(out, matrix.width, ZERO)
     whole = low + (high - low) // ROWS_AT_ONCE * ROWS_AT_ONCE
     vectors = matrix.width // LANES * LANES
-    # As many columns at a time as keep the sums in the first cache.
-    tile = vectors if rows == 1 else max(SUMS_IN_L1 // max(rows, 8) // LINE * LINE, 2 * LINE)
+    # As many columns at a time as keep the sums in the first cache; a narrow matrix has none.
+    tile = max(SUMS_IN_L1 // max(rows, 8) // LINE * LINE, 2 * LINE) if rows > 1 else vectors or 1
     for left in range(0, vectors, tile):
         n = min(tile, vectors - left)
         for i in range(low, whole, ROWS_AT_ONCE):
@@ -408,6 +408,8 @@ def _blocks(
         _add_to(x, h)
     if thread == 0:
         _add_to(x_out, x)
+    # Nobody reads weights after the caller may have dropped the model.
+    barrier(shared, n_threads)
 
 
 @njit(**INNER)

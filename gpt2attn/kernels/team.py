@@ -100,8 +100,11 @@ class Team:
                     worker.start_job(function, (self.n_threads, shared, *arguments))
                 function(0, self.n_threads, shared, *arguments)
             except BaseException:
-                # An interrupt before this thread came to a barrier: let the others go home.
+                # An interrupt before this thread came to a barrier: let the others go home, and
+                # wait for them, since they work on memory that the caller may free.
                 shared[ABORTED] = 1
+                for worker in self._workers:
+                    worker.wait()
                 raise
 
 
@@ -118,6 +121,11 @@ class _Worker:
         self._free.acquire()
         self._job = (function, arguments)
         self._wanted.release()
+
+    def wait(self) -> None:
+        """Return once the last job is done."""
+        self._free.acquire()
+        self._free.release()
 
     def _serve(self) -> None:
         while True:
