@@ -170,8 +170,14 @@ def _judged(row: Row, ours: Tensor, theirs: Tensor, exact: Tensor) -> Row:
     difference, place = _largest_gap(ours, theirs)
     distance, reference = _largest_gap(ours, exact)[0], _largest_gap(theirs, exact)[0]
     if max(distance, reference) == math.inf:
-        nowhere = {"max_difference": math.inf, "ours_to_float64": math.inf, "limit": 0.0}
-        return replace(row, **nowhere, place=place, note="not finite")
+        return replace(
+            row,
+            max_difference=math.inf,
+            ours_to_float64=math.inf,
+            limit=0.0,
+            place=place,
+            note="not finite",
+        )
     least = torch.finfo(ours.dtype).eps * float(exact.abs().max())
     return replace(
         row,

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 if TYPE_CHECKING:
+    from rich.console import Console
     from rich.table import Table
 
 BIT_EQUAL, WITHIN, ROUNDING, DIFFERS = "bit-equal", "within tolerance", "rounding", "differs"
@@ -83,7 +84,8 @@ class Row:
             return BIT_EQUAL
         if self.max_difference <= self.tolerance:
             return WITHIN
-        if self.limit is not None and self.ours_to_float64 <= self.limit:
+        distance = self.ours_to_float64
+        if self.limit is not None and distance is not None and distance <= self.limit:
             return ROUNDING
         return DIFFERS
 
@@ -109,8 +111,12 @@ class Row:
             known = [getattr(row, name) for row in (self, other) if getattr(row, name) is not None]
             return max(known, default=None)
 
-        judged = {name: largest(name) for name in ("ours_to_float64", "theirs_to_float64", "limit")}
-        return replace(worst, **judged)
+        return replace(
+            worst,
+            ours_to_float64=largest("ours_to_float64"),
+            theirs_to_float64=largest("theirs_to_float64"),
+            limit=largest("limit"),
+        )
 
     def to_dict(self) -> dict[str, Any]:
         """For JSON: a number that is not finite becomes None, with its verdict beside it."""
@@ -195,6 +201,13 @@ class Report:
             "cases": [case.to_dict() for case in self.cases],
             "rows": [row.to_dict() for row in self.rows],
         }
+
+    def print(self, console: Console) -> None:
+        """What was compared, the table and the summary."""
+        for line in self.header():
+            console.print(line)
+        console.print(self.table())
+        console.print(self.summary())
 
     def table(self) -> Table:
         """The rows as a rich table."""

@@ -83,7 +83,7 @@ class Reference:
 
 
 @contextmanager
-def _watched(transformer: nn.Module, see: See) -> Iterator[None]:
+def _watched(transformer: Any, see: See) -> Iterator[None]:
     """Tell `see` of the embeddings and of each block's and the final LayerNorm's output."""
 
     def embeddings(_: nn.Module, args: tuple[Any, ...]) -> None:
