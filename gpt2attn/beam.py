@@ -63,11 +63,13 @@ def beam_search(
     length_penalty: float = 1.0,
     early_stopping: bool | str = False,
     end_ids: Sequence[int] = (),
+    overflow: str = "stop",
     sampling: Sampling = GREEDY,
 ) -> list[Beam]:
     """The `n_best` best continuations of one row of `ids`, best first.
 
-    A continuation ends at one of `end_ids`, after `max_new_tokens`, or where the context is full.
+    A continuation ends at one of `end_ids`, after `max_new_tokens`, or where the context is full;
+    with `overflow` "error" a prompt that leaves too little room is refused.
     `early_stopping` says when the search ends, once `n_beams` have ended: True, at once; False, if
     the best open one, ended where it is, would not beat the worst of them; "never", if it would not
     at any length. `sampling` gives the processors, and must be greedy. Fewer than `n_best` come
@@ -81,7 +83,9 @@ def beam_search(
     if len(prompts) != 1:
         raise ValueError(f"beam_search continues one row of ids, not {len(prompts)}.")
     (prompt,) = prompts
-    check_prompts(model, [Row(prompt, sampling, seed=0)], max_new_tokens)
+    if overflow == "slide":
+        raise ValueError("Beam search keeps to one window: overflow must be stop or error.")
+    check_prompts(model, [Row(prompt, sampling, seed=0)], max_new_tokens, overflow)
     sampling.check(model.config.vocab_size, max_new_tokens)
     n_steps = min(max_new_tokens, model.config.n_positions - len(prompt))
     reason = MAX_NEW_TOKENS if n_steps == max_new_tokens else LENGTH_LIMIT

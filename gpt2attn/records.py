@@ -5,6 +5,7 @@ each line.
 from __future__ import annotations
 
 import json
+from codecs import BOM_UTF8
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
@@ -18,10 +19,11 @@ class Record(NamedTuple):
 
 
 def read_records(path: Path) -> Iterator[Record]:
-    """The records of `path` in order; blank lines are passed over.
+    """The records of `path` in order; blank lines, and a mark of UTF-8 before the first, are passed
+    over.
 
     Raises ValueError, naming file and line, for another suffix, text that is not UTF-8, or a line
-    of .jsonl that holds no text.
+    of .jsonl that holds no text or half a character.
     """
     if path.suffix.lower() not in (".txt", ".jsonl"):
         raise ValueError(
@@ -31,6 +33,8 @@ def read_records(path: Path) -> Iterator[Record]:
     with path.open("rb") as file:
         # Lines end at a newline only: str.splitlines would also cut at form feeds and U+2028.
         for number, raw in enumerate(file, 1):
+            if number == 1:
+                raw = raw.removeprefix(BOM_UTF8)
             try:
                 line = raw.decode("utf-8").removesuffix("\n").removesuffix("\r")
             except UnicodeDecodeError as error:
@@ -50,4 +54,12 @@ def _json_text(line: str, path: Path, number: int) -> str:
         raise ValueError(
             f'{path}, line {number}, needs a string or an object with a string "text".'
         )
+    try:
+        value.encode()
+    except UnicodeEncodeError as error:
+        half = ord(value[error.start])
+        raise ValueError(
+            f"{path}, line {number}, has \\u{half:04x} without the other half of its pair, which "
+            "is no text; remove it or replace it by \\ufffd."
+        ) from None
     return value

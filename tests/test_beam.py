@@ -26,6 +26,7 @@ PROCESSORS = [
     {"no_repeat_ngram_size": 2},
     {"no_repeat_ngram_size": 3, "banned_words": [[3], [5, 7]]},
     {"min_new_tokens": 8},
+    {"banned_ids": [5, 8], "logit_bias": {4: 1.5, 7: -2.0}},
 ]
 
 
@@ -49,8 +50,12 @@ def prompt(length, seed=0, size=V - 1):
 
 
 def hf_generate(hf_model, ids, max_new_tokens, end_ids=(), **options):
-    if "banned_words" in options:
-        options["bad_words_ids"] = options.pop("banned_words")
+    """Ours to its names: of one id, its bias on sequences is a bias on logits."""
+    names = {"banned_words": "bad_words_ids", "banned_ids": "suppress_tokens"}
+    options = {names.get(name, name): value for name, value in options.items()}
+    if "logit_bias" in options:
+        biases = options.pop("logit_bias")
+        options["sequence_bias"] = {(id,): bias for id, bias in biases.items()}
     return hf_model.generate(
         torch.tensor([ids]),
         attention_mask=torch.ones(1, len(ids)),
@@ -146,7 +151,7 @@ class TestAgainstTransformers:
         ids = prompt(length, seed)
         end_ids = sorted({common_id(model, ids), seed % V})[:n_end]
         # Transformers drops a ban of end-of-text.
-        end_ids = [id for id in end_ids if id != 3]
+        end_ids = [id for id in end_ids if id not in (3, 5, 8)]
         assert_as_transformers(model, hf_model, ids, end_ids=end_ids, **options)
 
     @pytest.mark.parametrize("processors", PROCESSORS)
@@ -184,6 +189,8 @@ def test_full_size(name, random_checkpoint, tmp_path):
         "no_repeat_ngram_size": 3,
         "min_new_tokens": 4,
         "banned_words": [[262], [13, 198]],
+        "banned_ids": [11, 198],
+        "logit_bias": {290: 1.5, 318: -2.0},
     }
     for rules, n_beams in (({}, 2), ({}, 5), (processors, 5)):
         assert_as_transformers(

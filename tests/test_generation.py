@@ -130,6 +130,19 @@ class TestBatches:
                 torch.tensor(row.logprobs), torch.tensor(alone.logprobs), rtol=0, atol=1e-4
             )
 
+    @pytest.mark.parametrize("sampling", [GREEDY, Sampling(1.0, 20, repetition_penalty=1.2)])
+    def test_16_unequal_prompts_equal_16_single_runs(self, model, sampling):
+        lengths = [*range(1, 13), 40, 50, 60, 64]
+        prompts = [prompt(length, length) for length in lengths]
+        rows = [Row(ids, sampling, seed) for seed, ids in enumerate(prompts)]
+        run(model, rows, 25, stop_ids=[10, 20, 30])
+        for seed, (row, ids) in enumerate(zip(rows, prompts, strict=True)):
+            (alone,) = run(model, [Row(ids, sampling, seed)], 25, stop_ids=[10, 20, 30])
+            assert (row.ids, row.finish_reason) == (alone.ids, alone.finish_reason)
+            # Batched products round otherwise than single ones.
+            assert row.logprobs == pytest.approx(alone.logprobs, rel=0, abs=1e-4)
+        assert {row.finish_reason for row in rows} == {END_OF_TEXT, MAX_NEW_TOKENS, LENGTH_LIMIT}
+
     def test_d11_each_row_ends_on_its_own(self, model):
         alone = [run(model, [Row(prompt(n, n), GREEDY, 0)])[0].ids for n in (5, 9)]
         stop = alone[0][2]

@@ -22,6 +22,7 @@ from gpt2attn.kernels import activations
 from gpt2attn.model import GPT2
 from gpt2attn.verify import Report, Row, VerifyError, comparison, make_cases, verify
 from gpt2attn.verify.report import (
+    AUTO,
     DIFFERS,
     FUSED,
     GENERATE,
@@ -71,10 +72,19 @@ def test_rows_cover_every_stage_in_the_order_of_the_forward_pass(report: Report)
         *((FUSED, stage) for stage in ["embeddings", *(f"block {i}" for i in layers), *ends]),
         (GENERATE, "decode logits"),
         (GENERATE, "greedy ids"),
+        (AUTO, "decode logits"),
+        (AUTO, "greedy ids"),
         (OURS, "cached against uncached"),
         (OURS, "chunked prefill"),
         (OURS, "left-padded against single rows"),
     ]
+
+
+def test_the_fast_kernels_are_as_near_to_float64_as_transformers(report: Report) -> None:
+    logits, ids = (row for row in report.rows if row.pair == AUTO)
+    assert logits.verdict == ROUNDING
+    assert 0 < logits.ours_to_float64 <= 2 * logits.theirs_to_float64
+    assert ids.bit_equal
 
 
 def test_our_own_paths_agree_within_tolerance_and_say_so(report: Report) -> None:

@@ -1,16 +1,16 @@
-"""`gpt2attn generate`: continue a text."""
+"""`gpt2attn generate`: continue a text, or many, or in turns."""
 
 from __future__ import annotations
 
-import dataclasses
-import sys
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from . import generate_options as option
 from .common import (
+    AllowNonfinite,
     AllowPickle,
     Debug,
     Device,
@@ -23,14 +23,15 @@ from .common import (
     Threads,
     load_language_model,
     note,
-    print_json,
     read_text,
 )
-from .maps import SUFFIXES_HELP, check_out, write_maps
+from .generate_output import Output, summary
+from .maps import check_out, write_maps
 from .select import Heads, Layers, parse_numbers
 
 if TYPE_CHECKING:
-    from ..language_model import Generation, TextStream
+    from ..language_model import LanguageModel
+    from ..text_generation import Generation
 
 
 def generate(
@@ -41,68 +42,34 @@ def generate(
     prompt_file: Annotated[
         Path | None, typer.Option(help="Read the text from a file, exactly as it stands.")
     ] = None,
-    max_new_tokens: Annotated[int, typer.Option("--max-new-tokens", "-n", min=0)] = 60,
-    temperature: Annotated[float, typer.Option("--temperature", "-t", help="0 is greedy.")] = 0.8,
-    top_k: Annotated[int, typer.Option(min=0, help="Keep the k likeliest tokens; 0 is off.")] = 50,
-    top_p: Annotated[
-        float, typer.Option(help="Keep the likeliest tokens of this mass; 1 is off.")
-    ] = 1.0,
-    min_p: Annotated[
-        float, typer.Option(help="Keep tokens at least this likely beside the best; 0 is off.")
-    ] = 0.0,
-    typical_p: Annotated[
-        float, typer.Option(help="Keep the most typical tokens of this mass; 1 is off.")
-    ] = 1.0,
-    repetition_penalty: Annotated[
-        float, typer.Option(help="Above 1, make tokens of the text so far less likely.")
-    ] = 1.0,
-    no_repeat_ngram_size: Annotated[
-        int, typer.Option(min=0, help="Let no run of this many tokens appear twice; 0 is off.")
-    ] = 0,
-    min_new_tokens: Annotated[
-        int, typer.Option(min=0, help="No end of text before this many new tokens.")
-    ] = 0,
-    ban: Annotated[
-        list[str] | None, typer.Option(help="Text that may not appear; may be given several times.")
-    ] = None,
-    ban_id: Annotated[
-        list[int] | None, typer.Option(help="A token id that may not appear.")
-    ] = None,
-    logit_bias: Annotated[
-        list[str] | None,
-        typer.Option(metavar="ID=BIAS", help="Added to a token's logit, such as 464=-2.5."),
-    ] = None,
-    seed: Annotated[
-        int | None, typer.Option(help="The same seed gives the same text.", show_default="drawn")
-    ] = None,
-    stop: Annotated[
-        list[str] | None, typer.Option(help="End before this text; may be given several times.")
-    ] = None,
-    num_samples: Annotated[
-        int, typer.Option(min=1, help="Continue this often, with seeds in a row.")
-    ] = 1,
-    num_beams: Annotated[
-        int, typer.Option(min=1, help="Beam search with this many beams; 1 is off.")
-    ] = 1,
-    num_return_sequences: Annotated[
-        int, typer.Option(min=1, help="How many of the best beams to print.")
-    ] = 1,
-    length_penalty: Annotated[
-        float, typer.Option(help="Of beam search: above 0 favours long continuations.")
-    ] = 1.0,
-    early_stopping: Annotated[
-        Literal["false", "true", "never"], typer.Option(help="Of beam search, as in transformers.")
-    ] = "false",
-    attention: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="FILE",
-            help=f"Also write the attention maps of prompt and new text: {SUFFIXES_HELP}.",
-        ),
-    ] = None,
-    force: Annotated[
-        bool, typer.Option("--force", help="Replace an existing file of attention maps.")
-    ] = False,
+    max_new_tokens: option.MaxNewTokens = 60,
+    temperature: option.Temperature = 0.8,
+    top_k: option.TopK = 50,
+    top_p: option.TopP = 1.0,
+    min_p: option.MinP = 0.0,
+    typical_p: option.TypicalP = 1.0,
+    repetition_penalty: option.RepetitionPenalty = 1.0,
+    no_repeat_ngram_size: option.NoRepeatNgramSize = 0,
+    min_new_tokens: option.MinNewTokens = 0,
+    ban: option.Ban = None,
+    ban_id: option.BanId = None,
+    logit_bias: option.LogitBias = None,
+    seed: option.Seed = None,
+    stop: option.Stop = None,
+    overflow: option.Overflow = "stop",
+    lookup: option.Lookup = False,
+    num_samples: option.NumSamples = 1,
+    num_beams: option.NumBeams = 1,
+    num_return_sequences: option.NumReturnSequences = 1,
+    length_penalty: option.LengthPenalty = 1.0,
+    early_stopping: option.EarlyStopping = "false",
+    records: option.Input = None,
+    out: option.Out = None,
+    batch_size: option.BatchSize = 8,
+    interactive: option.Interactive = False,
+    top_logprobs: option.TopLogprobs = 0,
+    attention: option.Attention = None,
+    force: option.Force = False,
     layers: Layers = None,
     heads: Heads = None,
     special: Special = False,
@@ -110,119 +77,163 @@ def generate(
     revision: Revision = None,
     device: Device = "auto",
     dtype: DType = "float32",
-    kernels: Kernels = "torch",
+    kernels: Kernels = "auto",
     threads: Threads = None,
     allow_pickle: AllowPickle = False,
+    allow_nonfinite: AllowNonfinite = False,
     as_json: Json = False,
     debug: Debug = False,
 ) -> None:
     """Continue a text, printing it as it is generated.
 
+    --json prints one object a line: one for each new token as soon as it is chosen, with its text,
+    log-probability and, with --top-logprobs, the likeliest tokens, and at last one of the whole
+    result with its finish_reason. Several samples or beams are one object each.
+
     Example:  gpt2attn generate "Apple raised its price target" --model pocket --seed 1
+
+    Example:  gpt2attn generate --input prompts.txt --out texts.jsonl --model pocket
     """
-    text = read_text(prompt, prompt_file, what="prompt")
-    if attention is not None:
-        check_out(attention, force=force)
-    rules: dict[str, Any] = {
-        "repetition_penalty": repetition_penalty,
-        "no_repeat_ngram_size": no_repeat_ngram_size,
-        "min_new_tokens": min_new_tokens,
-        "banned_words": ban or (),
-        "banned_ids": ban_id or (),
-        "logit_bias": _parse_biases(logit_bias or ()),
-        "special": special,
-    }
-    draws: dict[str, Any] = {
+    options: dict[str, Any] = {
         "temperature": temperature,
         "top_k": top_k,
         "top_p": top_p,
         "min_p": min_p,
         "typical_p": typical_p,
+        "repetition_penalty": repetition_penalty,
+        "no_repeat_ngram_size": no_repeat_ngram_size,
+        "min_new_tokens": min_new_tokens,
+        "banned_words": ban or (),
+        "banned_ids": ban_id or (),
+        "logit_bias": option.parse_biases(logit_bias or ()),
         "seed": seed,
         "stop": stop or (),
+        "special": special,
+        "overflow": overflow,
+        "lookup": lookup,
+        "top_logprobs": top_logprobs,
+    }
+    beams: dict[str, Any] = {
+        "num_beams": num_beams,
+        "num_return": num_return_sequences,
+        "length_penalty": length_penalty,
+        "early_stopping": {"false": False, "true": True}.get(early_stopping, early_stopping),
+    }
+    captured = {
         "attention": attention is not None,
         "layers": parse_numbers(layers, "--layers"),
         "heads": parse_numbers(heads, "--heads"),
     }
-    if num_beams > 1 and (num_samples > 1 or stop or attention is not None):
-        raise ValueError("--num-beams goes with neither --num-samples, --stop nor --attention.")
-    if num_samples > 1 and attention is not None:
-        raise ValueError("--attention goes with one continuation, not with --num-samples.")
-    lm = load_language_model(model, revision, device, dtype, threads, allow_pickle, kernels)
+    given = {
+        "--interactive": interactive,
+        "--input": records is not None,
+        "--num-beams": num_beams > 1,
+        "--num-samples": num_samples > 1,
+        "--attention": attention is not None,
+        "--stop": bool(stop),
+        "--top-logprobs": top_logprobs > 0,
+        "--lookup": lookup,
+        "--prompt-file": prompt_file is not None,
+        "a prompt": prompt is not None,
+        "--json": as_json,
+    }
+    _check_together({name for name, value in given.items() if value})
+    if (records is None) != (out is None):
+        raise ValueError("--input FILE and --out FILE.jsonl go together.")
+    if attention is not None:
+        check_out(attention, force=force)
+    if out is not None:
+        from ..jobs import check_result_path
+
+        check_result_path(out, force=force)
+    text = ""
+    if records is None and not (interactive and prompt is None and prompt_file is None):
+        text = read_text(prompt, prompt_file, what="prompt")
+    lm = load_language_model(
+        model,
+        revision,
+        device,
+        dtype,
+        threads,
+        allow_pickle,
+        kernels=kernels,
+        allow_nonfinite=allow_nonfinite,
+    )
+    if records is not None and out is not None:
+        from .generate_many import generate_many
+
+        job = {"num_samples": num_samples, "dtype": dtype, "kernels": kernels, **options}
+        generate_many(lm, records, out, max_new_tokens, batch_size, job, force=force)
+        return
+    output = Output(lm, model, as_json=as_json)
+    if interactive:
+        from .generate_session import converse
+
+        converse(lm.session(**options), output, text, max_new_tokens)
+        return
     started = time.perf_counter()
-    if num_beams > 1:
-        results = lm.beam_search(
-            text,
-            max_new_tokens,
-            num_beams=num_beams,
-            num_return=num_return_sequences,
-            length_penalty=length_penalty,
-            early_stopping={"false": False, "true": True}.get(early_stopping, early_stopping),
-            **rules,
-        )
-    elif num_samples > 1:
-        results = lm.generate(text, max_new_tokens, num_samples=num_samples, **draws, **rules)
-    else:
-        stream = lm.stream(text, max_new_tokens, **draws, **rules)
-        results = [_stream(stream, text, show=not as_json)]
+    results = _continue(lm, text, max_new_tokens, num_samples, beams, captured, options, output)
     seconds = time.perf_counter() - started
     for number, result in enumerate(results):
-        if as_json:
-            print_json({"model": model, "prompt": text, **_fields(result)})
-        elif len(results) > 1 or num_beams > 1:
-            _write(f"--- {number + 1} of {len(results)}\n{text}{result.text}\n")
-        note(_summary(result, seconds))
+        if num_beams > 1 or num_samples > 1:
+            output.whole(text, result, f"{number + 1} of {len(results)}")
+        note(summary(result, seconds))
     if attention is not None:
         _save_attention(results[0], attention)
 
 
-def _stream(stream: TextStream, prompt: str, *, show: bool) -> Generation:
-    """Run a stream to its end, showing the prompt and each piece as it comes."""
-    if show:
-        _write(prompt)
-    for piece in stream:
-        if show:
-            _write(piece)
-    if show:
-        _write("\n")
-    assert stream.generation is not None
-    return stream.generation
+def _continue(
+    lm: LanguageModel,
+    text: str,
+    max_new_tokens: int,
+    num_samples: int,
+    beams: dict[str, Any],
+    captured: dict[str, Any],
+    options: dict[str, Any],
+    output: Output,
+) -> list[Generation]:
+    """The beams, the samples, or the one continuation of `text`, which is shown as it grows."""
+    if beams["num_beams"] > 1:
+        rules = {name: value for name, value in options.items() if name not in _OF_DRAWS}
+        return lm.beam_search(text, max_new_tokens, **beams, **rules)
+    if num_samples > 1:
+        return lm.generate([text], max_new_tokens, num_samples=num_samples, **options)
+    return [output.stream(text, lm.stream(text, max_new_tokens, **captured, **options))]
 
 
-def _fields(result: Generation) -> dict[str, Any]:
-    """A result as JSON holds it; the place of its attention is the file that --attention names."""
-    names = [field.name for field in dataclasses.fields(result) if field.name != "attention"]
-    return {name: getattr(result, name) for name in names}
+# What beam search, which draws nothing, does not take.
+_OF_DRAWS = {"temperature", "top_k", "top_p", "min_p", "typical_p", "seed", "stop", "top_logprobs",
+             "lookup"}  # fmt: skip
+# Options that exclude others: these, in the order in which they are asked about.
+_EXCLUDES = {
+    "--input": (
+        "--interactive", "--num-beams", "--attention", "--prompt-file", "a prompt", "--json",
+        "--lookup",
+    ),
+    "--interactive": ("--num-beams", "--num-samples", "--attention"),
+    "--num-beams": ("--num-samples", "--stop", "--attention", "--top-logprobs", "--lookup"),
+    "--num-samples": ("--attention", "--lookup"),
+    "--attention": ("--lookup",),
+}  # fmt: skip
 
 
-def _summary(result: Generation, seconds: float) -> str:
-    origin = f"score {result.score:.4f}" if result.seed is None else f"seed {result.seed}"
-    return (
-        f"{len(result.prompt_ids)} + {len(result.ids)} tokens, "
-        f"{len(result.ids) / seconds:.1f} tokens/s, {origin}, ended by: {result.finish_reason}"
-    )
+def _check_together(given: set[str]) -> None:
+    """Raise ValueError for options that do not go with each other."""
+    for name, others in _EXCLUDES.items():
+        if name in given and given.intersection(others):
+            *most, last = others
+            listed = f"neither {', '.join(most)} nor {last}" if most else f"no {last}"
+            raise ValueError(f"{name} goes with {listed}.")
+    if "--top-logprobs" in given and not given & {"--json", "--input"}:
+        raise ValueError("--top-logprobs goes with --json or --input: text has no place for them.")
 
 
 def _save_attention(result: Generation, path: Path) -> None:
     if result.attention is None:
         raise ValueError("No token was fed, so there are no attention maps to write.")
     write_maps(result.attention, path)
-    note(f"attention maps of {len(result.attention.ids[0])} tokens in {path}")
-
-
-def _parse_biases(pairs: list[str] | tuple[()]) -> dict[int, float]:
-    biases = {}
-    for pair in pairs:
-        id, _, bias = pair.partition("=")
-        try:
-            biases[int(id)] = float(bias)
-        except ValueError:
-            raise ValueError(
-                f"--logit-bias takes ID=BIAS, such as 464=-2.5, not {pair!r}."
-            ) from None
-    return biases
-
-
-def _write(piece: str) -> None:
-    sys.stdout.write(piece)
-    sys.stdout.flush()
+    window = result.attention.metadata.get("window_start")
+    note(
+        f"attention maps of {len(result.attention.ids[0])} tokens in {path}"
+        + (f", the last window: it begins after {window} tokens" if window else "")
+    )

@@ -2,7 +2,8 @@
 
 Like is compared with like: the observed path with transformers' eager attention, the fused path
 with its sdpa, a run without a cache with `use_cache=False`, one with a cache with `use_cache=True`.
-In float32 on a CPU, with transformers 5.24, each of these pairs is claimed to be bit-equal.
+In float32 on a CPU, with transformers 5.24, each of these pairs is claimed to be bit-equal, but for
+decoding with the kernels "auto", which is judged as what follows.
 
 What is not bit-equal is judged by transformers itself in float64, on the same weights and ids: over
 all inputs, ours may be no farther from that run than twice transformers' own distance. (Over one
@@ -66,12 +67,18 @@ def verify(
     transformers = _import_transformers()
     device = torch.device(device)
     source = resolve(name, revision=revision, notify=notify)
-    model = load_model(source.folder, device=device, dtype=dtype, allow_pickle=allow_pickle)
+    model, fast = (
+        load_model(
+            source.folder, device=device, dtype=dtype, allow_pickle=allow_pickle, kernels=kernels
+        )
+        for kernels in ("torch", "auto")
+    )
     cases = make_cases(
         model.config.vocab_size, model.config.n_positions, _sentence(source.folder), quick, seed
     )
     with torch.no_grad(), _quiet(transformers), _without_tf32():
-        comparison = Comparison(model, Reference(transformers, source.folder, device, dtype))
+        reference = Reference(transformers, source.folder, device, dtype)
+        comparison = Comparison(model, reference, fast if fast.compiled else None)
         comparison.run(cases, notify or (lambda line: None))
     return Report(
         name=os.fspath(name),
@@ -83,7 +90,7 @@ def verify(
             "device": str(device),
             "threads": torch.get_num_threads(),
             "dtype": str(dtype).removeprefix("torch."),
-            "kernels": "torch",
+            "kernels": "torch; auto where it says so",
         },
         bit_equality_claimed=(
             transformers.__version__.startswith(BIT_EQUAL_VERSION)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ..model import GPT2
-from .report import FUSED, GENERATE, OBSERVED, OURS, PAIRS, Case, Row
+from .report import AUTO, FUSED, GENERATE, OBSERVED, OURS, PAIRS, Case, Row
 from .sides import (
     Reference,
     greedy_ids,
@@ -40,8 +40,9 @@ Notify = Callable[[str], None]
 class Comparison:
     """Runs both sides, case by case, and merges what is found into one row for each stage."""
 
-    def __init__(self, model: GPT2, reference: Reference) -> None:
-        self.model, self.reference = model, reference
+    def __init__(self, model: GPT2, reference: Reference, fast: GPT2 | None = None) -> None:
+        """`fast` is the same model with the kernels "auto", which only decoding is compared of."""
+        self.model, self.reference, self.fast = model, reference, fast
         self._rows: dict[tuple[str, str], Row] = {}
 
     def run(self, cases: Sequence[Case], notify: Notify) -> None:
@@ -56,8 +57,10 @@ class Comparison:
                 self.stages(OBSERVED, case, use_cache=True)
                 self.stages(FUSED, case, use_cache=True)
         notify("greedy decoding")
-        self.greedy(prompt)
-        self.greedy(padded)
+        for case in (prompt, padded):
+            self.greedy(case, self.model, GENERATE)
+            if self.fast is not None:
+                self.greedy(case, self.fast, AUTO)
         notify("cached, in chunks and padded, against plain")
         self.cached(_largest(case for case in plain if case.length <= MOST_STEPS))
         self.chunked(_largest(case for case in plain if len(case.ids) == 1))
@@ -97,7 +100,7 @@ class Comparison:
         if unequal:
             run_theirs(self.reference.judge(), case, judge)
 
-    def greedy(self, case: Case) -> None:
+    def greedy(self, case: Case, model: GPT2, pair: str) -> None:
         """Their `generate` against our decode loop: the logits of every step, and the ids."""
         n_steps = min(GREEDY_STEPS, self.model.config.n_positions - case.length)
         if n_steps < 1:
@@ -107,10 +110,10 @@ class Comparison:
         logits = torch.stack(theirs.logits, dim=1).to(self.model.dtype)  # (B, n_steps, V)
         fed = case.followed_by(their_ids[:, :-1])
         sizes = [case.length] + [1] * (n_steps - 1)
-        ours = in_parts(self.model, fed, sizes, last_only=True)
-        row = self._logits("decode logits", GENERATE, fed, ours, logits)
+        ours = in_parts(model, fed, sizes, last_only=True)
+        row = self._logits("decode logits", pair, fed, ours, logits)
         if ours.isfinite().all():  # our loop refuses to choose among NaNs, as the row will say
-            our_ids = greedy_ids(self.model, case, n_steps)
+            our_ids = greedy_ids(model, case, n_steps)
             self._add(_compared_ids(case.name, our_ids, their_ids, logits, row))
 
     def cached(self, case: Case) -> None:
@@ -215,7 +218,7 @@ def _compared_ids(case: str, ours: Tensor, theirs: Tensor, logits: Tensor, fed: 
     best, second = logits.topk(2, dim=-1).values.unbind(dim=-1)
     allowed = 2 * fed.max_difference if fed.ok else 0.0
     note = f"{theirs.numel()} ids, smallest margin {float((best - second).min()):.2g}"
-    row = Row("greedy ids", GENERATE, case, tolerance=allowed, note=note)
+    row = Row("greedy ids", fed.pair, case, tolerance=allowed, note=note)
     for number, differs in enumerate(ours != theirs):
         if not differs.any():
             continue
@@ -223,5 +226,5 @@ def _compared_ids(case: str, ours: Tensor, theirs: Tensor, logits: Tensor, fed: 
         chosen, expected = int(ours[number, step]), int(theirs[number, step])
         margin = float(logits[number, step, expected] - logits[number, step, chosen])
         place, note = {"row": number, "step": step}, f"{chosen} instead of {expected}"
-        row = row.merged(Row("greedy ids", GENERATE, case, margin, place, allowed, note=note))
+        row = row.merged(Row("greedy ids", fed.pair, case, margin, place, allowed, note=note))
     return row

@@ -17,8 +17,8 @@ if TYPE_CHECKING:
 BIT_EQUAL, WITHIN, ROUNDING, DIFFERS = "bit-equal", "within tolerance", "rounding", "differs"
 
 OBSERVED, FUSED = "observed / eager", "fused / sdpa"
-GENERATE, OURS = "decode / generate", "ours / ours"
-PAIRS = (OBSERVED, FUSED, GENERATE, OURS)
+GENERATE, AUTO, OURS = "decode / generate", "auto / generate", "ours / ours"
+PAIRS = (OBSERVED, FUSED, GENERATE, AUTO, OURS)
 
 
 @dataclass(frozen=True)
@@ -148,8 +148,11 @@ class Report:
 
     @property
     def bit_equal(self) -> bool:
-        """Whether every comparison with transformers, of tensors and ids, is equal to the bit."""
-        return all(row.bit_equal for row in self.rows if row.pair != OURS)
+        """Whether every comparison of torch's kernels with transformers is equal to the bit."""
+        return all(row.bit_equal for row in self._same_kernels())
+
+    def _same_kernels(self) -> list[Row]:
+        return [row for row in self.rows if row.pair not in (AUTO, OURS)]
 
     @property
     def first_difference(self) -> Row | None:
@@ -164,7 +167,7 @@ class Report:
                 f"{self.name} differs from transformers, first in {row.stage} ({row.pair}): "
                 f"by {row.max_difference:.3g} at {row.where}."
             )
-        compared = [row for row in self.rows if row.pair != OURS]
+        compared = self._same_kernels()
         equal = sum(row.bit_equal for row in compared)
         return (
             f"{self.name} equals transformers: {equal} of {len(compared)} stages bit for bit"
