@@ -37,7 +37,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .model import GPT2, as_ids
+from .model import GPT2, as_ids, check_finite
 from .tokenizer import Tokenizer
 
 BATCH_TOKENS = 4096  # read in one forward pass
@@ -477,7 +477,8 @@ def _last_states(
         rows.append(torch.full((end - first,), row))
         columns.append(torch.arange(first - 1 - start, end - 1 - start))
         targets.append(pool[number].ids[first:end])
-    return model.hidden(ids)[torch.cat(rows), torch.cat(columns)], torch.cat(targets)
+    states = model.hidden(ids)[torch.cat(rows), torch.cat(columns)]
+    return check_finite(states), torch.cat(targets)
 
 
 @torch.no_grad()
@@ -496,4 +497,4 @@ def _logprobs_and_ranks(model: GPT2, x: Tensor, targets: Tensor) -> tuple[Tensor
             # On a CPU, counting in int32 takes half the time of the default, int64.
             ranks.append((logits > logits.gather(1, ids)).sum(1, dtype=torch.int32) + 1)
             logprobs.append(logits.log_softmax(1).gather(1, ids)[:, 0])
-    return torch.cat(logprobs).double().cpu(), torch.cat(ranks).long().cpu()
+    return check_finite(torch.cat(logprobs)).double().cpu(), torch.cat(ranks).long().cpu()

@@ -25,6 +25,14 @@ def test_jsonl_takes_strings_and_objects(tmp_path):
     assert [r.text for r in read_records(path)] == ["a\nb", "\U0001f600"]
 
 
+def test_a_mark_of_utf8_is_no_text(tmp_path):
+    mark = b"\xef\xbb\xbf"
+    path = write(tmp_path, "a.jsonl", mark + b'"a"\n')
+    assert [tuple(r) for r in read_records(path)] == [(1, "a")]
+    path = write(tmp_path, "a.txt", mark + b"\n" + mark + b"b\n")
+    assert [tuple(r) for r in read_records(path)] == [(2, "\ufeffb")]  # a character like others
+
+
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [
@@ -34,6 +42,7 @@ def test_jsonl_takes_strings_and_objects(tmp_path):
         ("a.jsonl", b'"a"\n{"prompt": "x"}', r"line 2, needs a string or an object"),
         ("a.jsonl", b"[" * 100_000, "line 1, is not JSON"),
         ("a.jsonl", b"3", "line 1, needs a string"),
+        ("a.jsonl", b'"a"\n"b\\ud800"', r"line 2, has \\ud800 without the other half"),
     ],
 )
 def test_faults_are_named_with_their_line(tmp_path, name, content, message):

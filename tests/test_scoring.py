@@ -324,7 +324,8 @@ class TestNumbers:
         _, broken = pair(tmp_path_factory)
         with torch.no_grad():
             broken.ln_f.bias.fill_(math.nan)
-        assert math.isnan(score(broken, text(9)).perplexity)
+        with pytest.raises(ValueError, match="became NaN or infinite"):
+            score(broken, text(9))
 
 
 class TestTexts:

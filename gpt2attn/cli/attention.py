@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+from contextlib import closing
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
 from .common import (
+    AllowNonfinite,
     AllowPickle,
     Debug,
     Device,
@@ -21,9 +23,12 @@ from .common import (
     read_text,
 )
 from .maps import PAGE, SUFFIXES_HELP, check_out, print_maps, write_maps
+from .progress import record_progress
 from .select import Heads, Layers, parse_numbers
+from .work import Engine, Workers, find_model
 
 if TYPE_CHECKING:
+    from ..corpus import Loader
     from ..language_model import LanguageModel
 
 STANDING_SENTENCE = "Apple raised its price target"
@@ -64,12 +69,15 @@ def attention(
         typer.Option(help="Number format of the maps; they are computed in float32."),
     ] = "float32",
     force: Annotated[bool, typer.Option("--force", help="Replace an existing file.")] = False,
+    workers: Workers = 1,
+    engine: Engine = "local",
     special: Special = False,
     model: Model = "gpt2",
     revision: Revision = None,
     device: Device = "auto",
     threads: Threads = None,
     allow_pickle: AllowPickle = False,
+    allow_nonfinite: AllowNonfinite = False,
     debug: Debug = False,
 ) -> None:
     """Show the attention maps of a text, or write them to a file; with --input, those of many.
@@ -90,15 +98,29 @@ def attention(
     if records is not None:
         if text is not None or text_file is not None or out is None:
             raise ValueError("--input goes with --out FOLDER, and not with another text.")
-        lm = load_language_model(model, revision, device, "float32", threads, allow_pickle)
-        _dump_many(lm, records, out, suffix, special, options)
+        loader = find_model(
+            model,
+            revision,
+            device,
+            "float32",
+            allow_pickle,
+            allow_nonfinite,
+            "torch",
+            engine=engine,
+        )
+        run = {"n_workers": workers, "threads": threads, "engine": engine}
+        _dump_many(loader, records, out, suffix, special, options, run)
         return
+    if workers > 1 or engine != "local":
+        raise ValueError("--workers and --engine go with --input.")
     if out is not None:
         check_out(out, force=force)
     if text is None and text_file is None:
         text = STANDING_SENTENCE
     text = read_text(text, text_file, what="text")
-    lm = load_language_model(model, revision, device, "float32", threads, allow_pickle)
+    lm = load_language_model(
+        model, revision, device, "float32", threads, allow_pickle, allow_nonfinite=allow_nonfinite
+    )
     ids = lm.encode(text, special=special)
     if not ids:
         raise ValueError("The text is empty: attention needs at least one token.")
@@ -137,64 +159,50 @@ def _write(lm: LanguageModel, ids: list[int], path: Path, options: dict[str, Any
 
 
 def _dump_many(
-    lm: LanguageModel,
+    loader: Loader,
     source: Path,
     folder: Path,
     suffix: str,
     special: bool,
     options: dict[str, Any],
+    workers: dict[str, Any],
 ) -> None:
     """One file per record and an index; a run that was stopped goes on where it was."""
-    from rich.console import Console
-    from rich.progress import Progress
-
-    from ..dump import dump_attention
-    from ..files import replacing, sha256
+    from ..corpus import DumpMaps, run_job
+    from ..files import replacing
+    from ..jobs import job_record
     from ..records import read_records
 
-    job = {
-        "input_sha256": sha256(source),
-        "format": suffix,
-        "special": special,
-        **lm.provenance,
-        **{key: str(value) for key, value in options.items()},
-    }
+    n_records = sum(1 for _ in read_records(source))
+    job_options = {"format": suffix, "special": special, **options, "dtype": str(options["dtype"])}
     folder.mkdir(parents=True, exist_ok=True)
-    _claim(folder / "job.json", job)
-    records = list(read_records(source))
-    index = []
-    with Progress(console=Console(stderr=True), transient=True) as progress:
-        for record in progress.track(records, description="records"):
-            ids = lm.encode(record.text, special=special)
-            path = folder / f"{record.line:08d}.{suffix}"
-            index.append({"line": record.line, "file": path.name, "tokens": len(ids)})
-            if path.exists():
-                continue
-            try:
-                if suffix == "safetensors":
-                    labels = lm.tokenizer.labels(ids)
-                    dump_attention(
-                        lm.model, ids, path, labels=labels, metadata=lm.provenance, **options
-                    )
-                else:
-                    lm.attention(ids, **options).save(path)
-            except ValueError as error:
-                raise ValueError(f"{source}, line {record.line}: {error}") from None
-    with replacing(folder / "index.jsonl") as part:
-        part.write_text("".join(json.dumps(entry) + "\n" for entry in index), encoding="utf-8")
-    note(f"{len(index)} records in {folder}")
+    _claim(folder / "job.json", job_record("attention", [source], loader.provenance, job_options))
+    task = DumpMaps(loader, str(source), folder.absolute(), suffix, special, options)
+    n_done = 0
+    with (
+        record_progress(n_records) as show,
+        replacing(folder / "index.jsonl") as part,
+        part.open("w", encoding="utf-8") as index,
+        closing(run_job(task, read_records(source), lambda n: show(None, n), **workers)) as found,
+    ):
+        for rows in found:
+            index.writelines(json.dumps(row) + "\n" for row in rows)
+            n_done += len(rows)
+            show(n_done, 0)
+    note(f"{n_done} records in {folder}")
 
 
 def _claim(path: Path, job: dict[str, Any]) -> None:
     """Mark a folder as this job's; raise ValueError if it holds another one's files."""
     from ..files import replacing
+    from ..jobs import check_same_job
 
-    if path.exists():
-        if json.loads(path.read_text(encoding="utf-8")) != job:
-            raise ValueError(
-                f"{path.parent} holds the maps of another job (its job.json differs); "
-                "use another folder."
-            )
+    if not path.exists():
+        with replacing(path) as part:
+            part.write_text(json.dumps(job, indent=2) + "\n", encoding="utf-8")
         return
-    with replacing(path) as part:
-        part.write_text(json.dumps(job, indent=2) + "\n", encoding="utf-8")
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except (ValueError, RecursionError):
+        found = None
+    check_same_job(found, job, path, "use another folder")

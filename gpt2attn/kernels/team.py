@@ -114,7 +114,10 @@ class _Worker:
     def __init__(self, number: int) -> None:
         self._number = number
         self._job: tuple[Callable[..., Any], tuple[Any, ...]] | None = None
-        self._wanted, self._free = threading.Semaphore(0), threading.Semaphore(1)
+        # Plain locks, which one thread takes and another gives back: a Semaphore is made of three of
+        # them and Python code, and this is passed twice for every token.
+        self._wanted, self._free = threading.Lock(), threading.Lock()
+        self._wanted.acquire()
         threading.Thread(target=self._serve, name=f"gpt2attn-{number}", daemon=True).start()
 
     def start_job(self, function: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
