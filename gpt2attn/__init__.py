@@ -10,8 +10,9 @@ if TYPE_CHECKING:
     from .checkpoint import load_model, save_model
     from .config import GPT2Config
     from .generation import generate
-    from .language_model import Generation, LanguageModel, load, load_tokenizer
+    from .language_model import LanguageModel, load, load_tokenizer
     from .model import GPT2
+    from .text_generation import Generation
     from .tokenizer import Tokenizer
     from .trace import HeadTrace, trace_head
 
@@ -25,7 +26,7 @@ _HOME = {
     "GPT2": "model",
     "HeadTrace": "trace",
     "GPT2Config": "config",
-    "Generation": "language_model",
+    "Generation": "text_generation",
     "KVCache": "cache",
     "LanguageModel": "language_model",
     "Tokenizer": "tokenizer",

@@ -14,10 +14,9 @@ import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from reprlib import repr as short  # a hostile value may be megabytes long
 from typing import Any
 
-from .untrusted import listed, read_json
+from .untrusted import listed, read_json, short
 
 ACTIVATIONS = (
     "gelu_new",

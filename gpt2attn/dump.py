@@ -29,13 +29,12 @@ from zipfile import BadZipFile
 import numpy as np
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import Tensor
 
 from .attention import AttentionSteps
 from .capture import AttentionMaps, chosen, kept, known_stages, provenance
-from .files import replacing
-from .model import GPT2, as_ids
+from .files import replacing, save_tensors
+from .model import GPT2, as_ids, check_finite
 
 FORMAT = "gpt2attn attention maps 1"
 SUFFIXES = (".safetensors", ".npz", ".json", ".csv")
@@ -78,10 +77,9 @@ def save_maps(maps: AttentionMaps, path: Path) -> None:
     suffix = path.suffix.lower()
     if suffix == ".safetensors":
         tensors = {name: values.contiguous() for name, values in maps.stages.items()}
-        with replacing(path) as part:
-            save_file(tensors, part, metadata={"format": "pt", "gpt2attn": _json(header)})
+        save_tensors(tensors, path, {"format": "pt", "gpt2attn": _json(header)})
     elif suffix == ".npz":
-        arrays = {name: _numpy(values) for name, values in maps.stages.items()}
+        arrays: Any = {name: _numpy(values) for name, values in maps.stages.items()}
         with replacing(path) as part, part.open("wb") as file:
             np.savez(file, header=np.array(_json(header)), **arrays)
     elif suffix == ".json":
@@ -144,7 +142,7 @@ def dump_attention(
     writer = _LayerWriter(model, layers, heads, known_stages(stages), shape, dtype or model.dtype)
     with replacing(path) as part, part.open("wb") as file:
         writer.start(file, _json(_header(empty)))
-        model.hidden(ids, observe=writer)
+        check_finite(model.hidden(ids, observe=writer))
 
 
 def dump_bytes(

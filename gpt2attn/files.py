@@ -15,6 +15,11 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
+_OF_DEVICES = re.compile("/dev(/fd)?|/proc(/.*)?")
+
+_unfinished: set[Path] = set()  # temporary files of this process
+
+
 @contextmanager
 def replacing(path: str | os.PathLike[str]) -> Iterator[Path]:
     """A temporary path beside `path` that becomes it if the block succeeds, else vanishes.
@@ -24,10 +29,13 @@ def replacing(path: str | os.PathLike[str]) -> Iterator[Path]:
     cannot be written, and ValueError if it is a device, a pipe or a folder.
     """
     path = Path(path)
-    if path.exists() and not path.is_file():
+    # /dev/stdout may lead to a regular file, but would itself be replaced.
+    is_device = _OF_DEVICES.fullmatch(os.path.realpath(path.parent)) is not None
+    if is_device or (path.exists() and not path.is_file()):
         raise ValueError(f"{path} is not a regular file and is not replaced; give a file's name.")
     # A name may have 255 bytes, and the final one may use them all.
     temporary = path.with_name(f".{path.name[:40]}.{secrets.token_hex(6)}.part")
+    _unfinished.add(temporary)
     try:
         handle = os.open(temporary, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o666)
         mode = os.fstat(handle).st_mode  # what the umask leaves; safetensors makes its own private
@@ -41,6 +49,14 @@ def replacing(path: str | os.PathLike[str]) -> Iterator[Path]:
         raise OSError(error.errno, error.strerror, os.fspath(path)) from error
     finally:
         with suppress(OSError):  # there is none where the folder is missing or not ours
+            temporary.unlink()
+        _unfinished.discard(temporary)
+
+
+def remove_unfinished() -> None:
+    """Remove the temporary files of this process: for one that ends without its `finally`s."""
+    for temporary in list(_unfinished):
+        with suppress(OSError):
             temporary.unlink()
 
 

@@ -8,7 +8,6 @@ causes network traffic.
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 from collections.abc import Callable
@@ -17,6 +16,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 from urllib.parse import urlsplit
+
+from .untrusted import local_file, read_json, short
 
 if TYPE_CHECKING:
     from huggingface_hub.hf_api import ModelInfo, RepoSibling
@@ -108,18 +109,19 @@ def shard_names(index: Path) -> list[str]:
     out of the model's folder.
     """
     try:
-        weight_map = json.loads(index.read_bytes())["weight_map"]
-        entries = list(weight_map.items())
-    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+        weight_map = read_json(index).get("weight_map")
+    except ValueError as error:
+        raise HubError(str(error)) from None
+    if not isinstance(weight_map, dict):
         raise HubError(
-            f"{index} is not an index of weight shards (a JSON object with a 'weight_map'); "
-            "fetch the file again"
-        ) from error
-    for tensor, shard in entries:
+            f"{index} is not an index of weight shards (it has no table 'weight_map'); fetch the "
+            "file again"
+        )
+    for tensor, shard in weight_map.items():
         plain = isinstance(shard, str) and not set(shard) & set("/\\:\0")
         if not plain or not shard.endswith(".safetensors"):
             raise HubError(
-                f"{index} maps {tensor!r} to {shard!r}, which is not the plain name of a "
+                f"{index} maps {short(tensor)} to {short(shard)}, which is not the plain name of a "
                 ".safetensors file in the same folder; do not use this checkpoint"
             )
     return sorted(set(weight_map.values()))
@@ -166,16 +168,15 @@ def _looks_like_path(text: str) -> bool:
 
 def _cached_copy(name: str, revision: str | None) -> _Copy:
     """What the Hub cache holds of `name` at `revision`, found without network traffic."""
-    from huggingface_hub import snapshot_download
+    from huggingface_hub import constants, snapshot_download
     from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
 
     try:
         # No patterns: this only maps the revision to its folder. Which files a model needs is
         # decided below, and alike for every version of huggingface_hub.
-        folder = snapshot_download(
-            name, revision=revision, local_files_only=True, allow_patterns=[]
+        folder = Path(
+            snapshot_download(name, revision=revision, local_files_only=True, allow_patterns=[])
         )
-        return _Copy(Path(folder), _lacking(name, Path(folder)))
     except HFValidationError as error:
         raise HubError(
             f"model {name!r} is neither a folder ({os.path.abspath(name)}) nor a valid Hub "
@@ -183,11 +184,21 @@ def _cached_copy(name: str, revision: str | None) -> _Copy:
         ) from error
     except LocalEntryNotFoundError:
         return _Copy(None, [])
+    except UnicodeDecodeError:
+        folder = None
     except OSError as error:
         raise HubError(
             f"cannot read the Hub cache for {name!r}: {error}; check its permissions, set "
             f"HF_HUB_CACHE to another folder, or {_ELSE}"
         ) from error
+    # The cache joins what refs/ holds to the path without a look at it.
+    if folder is None or folder.parent.name != "snapshots" or not folder.is_dir():
+        raise HubError(
+            f"the copy of {name!r} in the Hub cache {constants.HF_HUB_CACHE} is damaged (its refs "
+            f"or its snapshots are not what a Hub cache has); remove its folder "
+            f"models--{name.replace('/', '--')}, or {_ELSE}"
+        )
+    return _Copy(folder, _lacking(name, folder))
 
 
 def _lacking(name: str, folder: Path) -> list[str]:
@@ -270,21 +281,23 @@ def _fetch_files(
     from huggingface_hub import constants, hf_hub_download
     from huggingface_hub.errors import EntryNotFoundError
 
+    commit = info.sha
+    assert commit is not None  # the Hub names the commit that it answers for
     wanted = [CONFIG, *(file for file in TOKENIZER_FILES if file in offered)]
     if WEIGHTS in offered:
         wanted.append(WEIGHTS)
     else:
-        shards = shard_names(_fetch_file(name, offered[INDEX], info.sha))
+        shards = shard_names(_fetch_file(name, offered[INDEX], commit))
         if strangers := [shard for shard in shards if shard not in offered]:
             raise HubError(
                 f"the repository {name!r} at {constants.ENDPOINT} lacks {', '.join(strangers)}, "
                 f"which its {INDEX} names; choose another revision, or {_ELSE}"
             )
         wanted += [INDEX, *shards]
-    todo = [offered[file] for file in wanted if not _cached(name, offered[file], info.sha)]
+    todo = [offered[file] for file in wanted if not _cached(name, offered[file], commit)]
     if todo:
         _announce(name, len(todo), sum(file.size or 0 for file in todo), notify)
-    paths = [_fetch_file(name, offered[file], info.sha) for file in wanted]
+    paths = [_fetch_file(name, offered[file], commit) for file in wanted]
     folder = paths[0].parent
     if TOKENIZER not in offered:
         # Asking once makes huggingface_hub note in its cache that these do not exist; without the
@@ -381,15 +394,17 @@ def _remove_partials(blobs: Path, files: list[RepoSibling]) -> None:
 def _refuse_pointers(folder: Path) -> None:
     """Refuse Git LFS pointers: a clone without LFS holds them where the real files should be."""
     for file in (CONFIG, *TOKENIZER_FILES, WEIGHTS, INDEX):
-        path = folder / file
-        with suppress(OSError):  # absent or unreadable: for the file's reader to judge
-            with path.open("rb") as stream:
-                start = stream.read(40)
-            if start.startswith(b"version https://git-lfs.github.com/spec"):
-                raise HubError(
-                    f"{path} ({path.stat().st_size} bytes) is a Git LFS pointer, not the file "
-                    "itself; fetch the real file (`git lfs pull`)"
-                )
+        start, path = b"", None
+        # Absent, unreadable, or a link that leads outside: for the file's reader to judge.
+        with suppress(OSError, ValueError):
+            if path := local_file(folder, file):
+                with path.open("rb") as stream:
+                    start = stream.read(40)
+        if path is not None and start.startswith(b"version https://git-lfs.github.com/spec"):
+            raise HubError(
+                f"{path} ({path.stat().st_size} bytes) is a Git LFS pointer, not the file "
+                "itself; fetch the real file (`git lfs pull`)"
+            )
 
 
 def _explain(error: Exception, name: str, revision: str | None, endpoint: str) -> tuple[str, str]:

@@ -19,6 +19,13 @@ from typing import Any
 HEADER_LIMIT = 1_000_000
 JSON_LIMIT = 4_000_000
 MAX_LISTED = 8
+LONGEST_MESSAGE = 2_000
+HTML = (b"<!doctype", b"<!--", b"<html", b"<head", b"<body", b"<?xml")
+
+_shortened = reprlib.Repr()
+_shortened.maxstring = _shortened.maxother = 200
+# repr for error messages: a hostile value may be megabytes long.
+short = _shortened.repr
 
 
 def local_file(folder: Path, name: str) -> Path | None:
@@ -43,15 +50,34 @@ def local_file(folder: Path, name: str) -> Path | None:
 
 def read_json(path: Path) -> dict[str, Any]:
     """The JSON object in `path`; raises ValueError if it holds anything else, or a key twice."""
+    return json_object(read_bytes(path, JSON_LIMIT), f"{path}: the file")
+
+
+def read_bytes(path: Path, limit: int) -> bytes:
+    """The bytes of a file; raises ValueError for a placeholder or for more than `limit` bytes."""
     try:
         with path.open("rb") as file:
-            raw = file.read(JSON_LIMIT + 1)
+            raw = file.read(limit + 1)
     except OSError as error:
         raise ValueError(f"{path} cannot be read: {error.strerror}.") from None
-    if len(raw) > JSON_LIMIT:
-        raise ValueError(f"{path} has more than {JSON_LIMIT:,} bytes; no such file of a GPT-2 has.")
-    _refuse_placeholder(path, raw)
-    return _json_object(path, raw, "the file")
+    if len(raw) > limit:
+        raise ValueError(f"{path} has more than {limit:,} bytes; no such file of a GPT-2 has.")
+    _refuse_placeholder(path, raw[:512])
+    return raw
+
+
+def json_object(raw: bytes, what: str) -> dict[str, Any]:
+    """The JSON object that `raw` spells; raises ValueError, naming `what`, for anything else.
+
+    So does a key that stands there twice: readers differ on which one counts.
+    """
+    try:
+        value = json.loads(raw, object_pairs_hook=_unique)
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{what} is not valid JSON: {error}.") from None
+    if not isinstance(value, dict):
+        raise ValueError(f"{what} must be a JSON object, not a {type(value).__name__}.")
+    return value
 
 
 def check_header(path: Path) -> None:
@@ -77,7 +103,7 @@ def check_header(path: Path) -> None:
                 f"{path} is cut short within its header, at {size:,} bytes; download it again."
             )
         file.seek(8)
-        header = _json_object(path, file.read(length), "its header")
+        header = json_object(file.read(length), f"{path}: its header")
     needed = 8 + length + _data_end(header)
     if size < needed:
         raise ValueError(f"{path} is cut short: {size:,} of {needed:,} bytes; download it again.")
@@ -107,6 +133,16 @@ def listed(names: Iterable[object], limit: int = MAX_LISTED) -> str:
     return ", ".join(shown) + (f" and {more:,} more" if more else "")
 
 
+def one_line(text: str) -> str:
+    """A message as a terminal may show it: no control characters, cut where it is far too long."""
+    shown = "".join(
+        char if char.isprintable() else char.encode("unicode_escape").decode()
+        for char in text[:LONGEST_MESSAGE]
+    )
+    more = len(text) - LONGEST_MESSAGE
+    return f"{shown} ... ({more:,} more characters)" if more > 0 else shown
+
+
 def _refuse_placeholder(path: Path, start: bytes) -> None:
     size = path.stat().st_size
     if size == 0:
@@ -115,20 +151,11 @@ def _refuse_placeholder(path: Path, start: bytes) -> None:
         raise ValueError(
             f"{path} ({size:,} bytes) is a Git LFS pointer; fetch the real file (`git lfs pull`)."
         )
-    if start.lstrip(b"\xef\xbb\xbf \t\r\n").startswith(b"<"):
+    # More than "<": that may be a header's length, or the first merge of a tokenizer.
+    if start.lstrip(b"\xef\xbb\xbf \t\r\n").lower().startswith(HTML):
         raise ValueError(
             f"{path} ({size:,} bytes) is an HTML page, not the file; download it again."
         )
-
-
-def _json_object(path: Path, raw: bytes, what: str) -> dict[str, Any]:
-    try:
-        value = json.loads(raw, object_pairs_hook=_unique)
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"{path}: {what} is not valid JSON: {error}.") from None
-    if not isinstance(value, dict):
-        raise ValueError(f"{path}: {what} must be a JSON object, not a {type(value).__name__}.")
-    return value
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

@@ -6,9 +6,14 @@ from __future__ import annotations
 
 import contextlib
 import io
+import os
 import sys
+import tempfile
+import traceback
 from dataclasses import dataclass
 from unittest import mock
+
+import torch
 
 from gpt2attn.cli import main
 
@@ -18,6 +23,32 @@ class Result:
     status: int
     stdout: str
     stderr: str
+
+
+def run_forked(*arguments: str, stdout: int) -> Result:
+    """`gpt2attn ARGUMENTS` in a fork, its output in the file descriptor `stdout`."""
+    with tempfile.TemporaryFile() as messages:
+        child = os.fork()
+        if child == 0:
+            status = 99
+            try:
+                torch.set_num_threads(1)  # the threads of a pool do not come along in a fork
+                for number, target in ((1, stdout), (2, messages.fileno())):
+                    os.dup2(target, number)
+                streams = [os.fdopen(number, "w", closefd=False) for number in (1, 2)]
+                sys.stdout, sys.stderr = sys.__stdout__, sys.__stderr__ = streams
+                sys.argv = ["gpt2attn", *map(str, arguments)]
+                main()
+            except SystemExit as stop:
+                status = int(stop.code or 0)
+            except BaseException:
+                traceback.print_exc()
+            finally:
+                sys.stderr.flush()
+                os._exit(status)
+        _, result = os.waitpid(child, 0)
+        messages.seek(0)
+        return Result(os.waitstatus_to_exitcode(result), "", messages.read().decode("utf-8"))
 
 
 def run(*arguments: str, stdin: bytes = b"") -> Result:

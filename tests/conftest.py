@@ -26,14 +26,31 @@ def wide_hf_model() -> Callable[..., GPT2LMHeadModel]:
     return make_wide_hf_model
 
 
-@pytest.fixture(scope="session")
-def make_checkpoint() -> ModuleType:
-    """The script scripts/make_checkpoint.py as a module."""
-    path = Path(__file__).parents[1] / "scripts" / "make_checkpoint.py"
-    spec = importlib.util.spec_from_file_location(path.stem, path)
+def script(name: str) -> ModuleType:
+    """A script of scripts/ as a module."""
+    path = Path(__file__).parents[1] / "scripts" / f"{name}.py"
+    spec = importlib.util.spec_from_file_location(name, path)
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
+
+
+@pytest.fixture(scope="session")
+def make_checkpoint() -> ModuleType:
+    """The script scripts/make_checkpoint.py as a module."""
+    return script("make_checkpoint")
+
+
+@pytest.fixture(scope="session")
+def fuzz() -> ModuleType:
+    """The script scripts/fuzz.py as a module."""
+    return script("fuzz")
+
+
+@pytest.fixture(scope="session")
+def small_model(fuzz: ModuleType) -> Path:
+    """A folder with a model of 263 tokens and its tokenizer, which loads in milliseconds."""
+    return fuzz.small_model()
 
 
 @pytest.fixture(scope="session")

@@ -36,6 +36,11 @@ def refused(result, *parts):
         assert part in line
 
 
+def whole(result):
+    """The object of the whole result, the last line of `generate --json`."""
+    return json.loads(result.stdout.splitlines()[-1])
+
+
 class TestGenerate:
     def test_prompt_and_new_text_concatenate_exactly(self, folder):
         result = run("generate", SENTENCE, "-m", folder, "-n", "9", "--seed", "3")
@@ -55,9 +60,8 @@ class TestGenerate:
         result = run("generate", *place[how], "-m", folder, "-n", "0", stdin=prompt.encode())
         assert result.stdout == prompt + "\n"
 
-    def test_json_is_one_object(self, folder):
-        result = run("generate", "one", "-m", folder, "-n", "4", "-t", "0", "--json")
-        value = json.loads(result.stdout)
+    def test_json_ends_with_the_whole_result(self, folder):
+        value = whole(run("generate", "one", "-m", folder, "-n", "4", "-t", "0", "--json"))
         assert value["prompt"] == "one"
         assert value["prompt_ids"] == [505]
         assert len(value["ids"]) == len(value["logprobs"]) == 4
@@ -66,16 +70,14 @@ class TestGenerate:
 
     def test_the_drawn_seed_is_told_and_repeats_the_text(self, folder):
         first = run("generate", "one", "-m", folder, "--json")
-        seed = json.loads(first.stdout)["seed"]
+        seed = whole(first)["seed"]
         again = run("generate", "one", "-m", folder, "--json", "--seed", str(seed))
-        assert json.loads(again.stdout) == json.loads(first.stdout)
+        assert again.stdout == first.stdout
 
     def test_stop_strings_end_the_text_before_them(self, folder):
-        text = json.loads(run("generate", "one", "-m", folder, "-t", "0", "--json").stdout)["text"]
+        text = whole(run("generate", "one", "-m", folder, "-t", "0", "--json"))["text"]
         stop = text[10:14]
-        result = json.loads(
-            run("generate", "one", "-m", folder, "-t", "0", "--json", "--stop", stop).stdout
-        )
+        result = whole(run("generate", "one", "-m", folder, "-t", "0", "--json", "--stop", stop))
         assert result["text"] == text[: text.index(stop)]
         assert (result["finish_reason"], result["stop_string"]) == ("stop string", stop)
 
@@ -97,7 +99,7 @@ class TestGenerate:
         samples = [json.loads(line) for line in result.stdout.splitlines()]
         assert [sample["seed"] for sample in samples] == [7, 8, 9]
         for sample in samples:
-            alone = json.loads(run("generate", *options, "--seed", str(sample["seed"])).stdout)
+            alone = whole(run("generate", *options, "--seed", str(sample["seed"])))
             assert alone["ids"] == sample["ids"]
 
     def test_beams_are_printed_best_first_with_their_scores(self, folder):
@@ -113,14 +115,14 @@ class TestGenerate:
 
     def test_rules_reach_the_sampler(self, folder):
         options = ("generate", "one", "-m", folder, "-n", "8", "-t", "0", "--json")
-        plain = json.loads(run(*options).stdout)
+        plain = whole(run(*options))
         banned = plain["ids"][0]
         for rule in (
             ["--ban-id", str(banned)],
             ["--logit-bias", f"{banned}=-1000"],
             ["--ban", Tokenizer.gpt2().decode([banned])],
         ):
-            result = json.loads(run(*options, *rule).stdout)
+            result = whole(run(*options, *rule))
             assert banned not in result["ids"], rule
         refused(run(*options, "--logit-bias", "5"), "--logit-bias takes ID=BIAS")
         refused(run(*options, "--repetition-penalty", "0"), "repetition_penalty")

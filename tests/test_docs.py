@@ -24,10 +24,15 @@ ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "gpt2attn"
 DOCS = sorted((ROOT / "docs").glob("*.md"))
 GUIDE = ROOT / "docs" / "how-it-works.md"
-LINKED = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", *DOCS]
-NEEDS_A_NETWORK = {"gpt2attn download gpt2"}
+LINKED = [
+    *(ROOT / f"{name}.md" for name in ("README", "CONTRIBUTING", "CHANGELOG", "SECURITY")),
+    *DOCS,
+]
+NEEDS_A_NETWORK = {"gpt2attn download gpt2", "gpt2attn verify --published"}
 # Seconds of transformers; run once, by a test of its own.
 VERIFY = "gpt2attn verify --model pocket --quick"
+# README has it too, and test_readme runs it.
+BENCH = "gpt2attn bench --model pocket --quick"
 
 
 class Block(NamedTuple):
@@ -82,7 +87,7 @@ def test_a_page_does_what_it_shows(page, tmp_path, monkeypatch):
             printed = run_python(block, page, namespace)
         elif block.language == "sh":
             for command in commands(block):
-                if command not in NEEDS_A_NETWORK | {VERIFY}:
+                if command not in NEEDS_A_NETWORK | {VERIFY, BENCH}:
                     result = run(*shlex.split(command)[1:])
                     assert result.status == 0, f"{command}: {result.stderr}"
 
@@ -96,6 +101,11 @@ def test_the_block_for_pandas(tmp_path, monkeypatch):
         if block.language == "python":
             run_python(block, page, namespace)
     assert "square" in namespace
+
+
+def test_the_command_for_speed_is_one_that_readme_shows():
+    assert BENCH in (ROOT / "docs" / "speed.md").read_text(encoding="utf-8").splitlines()
+    assert f"`{BENCH}`" in (ROOT / "README.md").read_text(encoding="utf-8")
 
 
 @pytest.mark.slow

@@ -6,6 +6,7 @@ huggingface_hub reads its environment when it is imported, so every client is a 
 import hashlib
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -211,6 +212,7 @@ def test_two_processes_fill_one_cache(server, ask):
 
 
 def test_no_network(server, ask):
+    """D58."""
     commit = server.add("gpt2", SMALL)
     ask("gpt2")
     server.requests.clear()
@@ -235,6 +237,7 @@ def test_no_network(server, ask):
 
 
 def test_dead_proxy_is_named_without_its_password(ask):
+    """D58."""
     proxy = f"http://user:secret@{NOWHERE}"
     answer = ask("gpt2", HF_ENDPOINT="http://hub.invalid", HTTP_PROXY=proxy, http_proxy=proxy)
     message = one_sentence(answer, "http://hub.invalid", f"proxy {NOWHERE}")
@@ -243,6 +246,7 @@ def test_dead_proxy_is_named_without_its_password(ask):
 
 
 def test_no_socket_is_opened_without_need(server, ask):
+    """D58: a folder, and a name that is cached."""
     server.add("gpt2", SMALL)
     folder = ask("gpt2")["folder"]
     (ask.work / "mine").mkdir()
@@ -258,6 +262,7 @@ def test_no_socket_is_opened_without_need(server, ask):
 
 
 def test_offline_mode(server, ask):
+    """D58."""
     server.add("gpt2", SMALL)
     folder = ask("gpt2")["folder"]
     server.requests.clear()
@@ -364,8 +369,8 @@ def test_sharded_repository(server, ask):
     assert f"lacks {second}," in one_sentence(ask("gpt2", HF_HUB_OFFLINE="1"))
     assert ask("gpt2")["folder"] == str(folder)
 
-    (folder / "model.safetensors.index.json").resolve().write_text("<html>")
-    one_sentence(ask("gpt2", HF_HUB_OFFLINE="1"), "model.safetensors.index.json is not an index")
+    (folder / "model.safetensors.index.json").resolve().write_text("<html>\n\n")
+    one_sentence(ask("gpt2", HF_HUB_OFFLINE="1"), "index.json (8 bytes)", "HTML page")
     assert ask("gpt2")["folder"] == ask("gpt2", HF_HUB_OFFLINE="1")["folder"] == str(folder)
 
 
@@ -382,11 +387,23 @@ def test_shard_outside_the_folder_is_refused(shard, tmp_path):
     assert all(part in str(error.value) for part in (str(index), "'h.0.attn'", repr(shard)))
 
 
-@pytest.mark.parametrize("text", ["", "<html>", "[]", "{}", '{"weight_map": []}', "\xff"])
-def test_index_that_is_none_is_refused(text, tmp_path):
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        ("", "is empty"),
+        ("<html>", "HTML page"),
+        ("[]", "must be a JSON object"),
+        ("{}", "not an index of weight shards"),
+        ('{"weight_map": []}', "not an index of weight shards"),
+        ('{"weight_map": {"a": "x.safetensors", "a": "y.safetensors"}}', "'a' stands there twice"),
+        ("\xff", "not valid JSON"),
+        (" " * 4_000_001, "more than 4,000,000 bytes"),
+    ],
+)
+def test_index_that_is_none_is_refused(text, reason, tmp_path):
     index = tmp_path / "model.safetensors.index.json"
     index.write_bytes(text.encode("latin-1"))
-    with pytest.raises(hub.HubError, match="not an index of weight shards"):
+    with pytest.raises(hub.HubError, match=f"{index}.* {reason}"):
         hub.shard_names(index)
 
 
@@ -466,6 +483,7 @@ def test_disk_that_cannot_hold_the_model(server, ask):
 
 
 def test_path_that_exists_wins(monkeypatch, tmp_path):
+    """D58."""
     monkeypatch.chdir(tmp_path)
     for name in ("gpt2", "openai-community/gpt2", "pocket"):
         folder = tmp_path / name
@@ -517,6 +535,78 @@ def test_lfs_pointer_is_named(file, tmp_path):
     with pytest.raises(hub.HubError, match="Git LFS pointer") as error:
         hub.resolve(tmp_path)
     assert f"{tmp_path / file} ({len(pointer)} bytes)" in str(error.value)
+
+
+def test_link_out_of_the_folder_is_not_read(tmp_path):
+    outside, folder = tmp_path / "outside", tmp_path / "model"
+    outside.write_text("version https://git-lfs.github.com/spec/v1\n")  # noticed, if it were read
+    folder.mkdir()
+    for file in ("config.json", *hub.TOKENIZER_FILES, "model.safetensors"):
+        (folder / file).symlink_to(outside)
+    assert hub.resolve(folder).folder == folder
+
+
+def _refs(content):
+    return lambda repo, snapshot: (repo / "refs" / "main").write_bytes(content)
+
+
+def _without_blobs(repo, snapshot):
+    shutil.rmtree(repo / "blobs")
+
+
+def _file_for_snapshot(repo, snapshot):
+    shutil.rmtree(snapshot)
+    snapshot.touch()
+
+
+def _pipe_for_config(repo, snapshot):
+    (snapshot / "config.json").unlink()
+    os.mkfifo(snapshot / "config.json")
+
+
+def _loop_for_config(repo, snapshot):
+    (snapshot / "config.json").unlink()
+    (snapshot / "config.json").symlink_to("config.json")
+
+
+@pytest.mark.parametrize(
+    ("damage", "words"),
+    [
+        (_refs(b""), "is damaged"),
+        (_refs(b"\xff\xfe\0"), "is damaged"),
+        (_refs(b"../../.."), "is damaged"),
+        (_refs(b"/"), "is damaged"),
+        (_refs(b"b" * 40), "is not in the Hub cache"),
+        (_refs(b"b" * 100_000), "is not in the Hub cache"),
+        (_file_for_snapshot, "is damaged"),
+        (_without_blobs, "lacks config.json (a broken link)"),
+        (_pipe_for_config, "lacks config.json"),
+        (_loop_for_config, "lacks config.json (a broken link)"),
+    ],
+)
+def test_d58_broken_cache_is_diagnosed_offline(damage, words, tmp_path, monkeypatch):
+    from huggingface_hub import constants
+
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    repo = tmp_path / "models--a--gpt2"
+    snapshot = repo / "snapshots" / ("a" * 40)
+    for folder in (snapshot, repo / "blobs", repo / "refs"):
+        folder.mkdir(parents=True)
+    for number, (file, content) in enumerate(SMALL.items()):
+        if isinstance(content, bytes):
+            (repo / "blobs" / str(number)).write_bytes(content)
+            (snapshot / file).symlink_to(f"../../blobs/{number}")
+    (snapshot / "model.safetensors").write_bytes(b"x")
+    (repo / "refs" / "main").write_text("a" * 40)
+    assert hub.resolve("a/gpt2").folder == snapshot
+    damage(repo, snapshot)
+    start = time.perf_counter()
+    with pytest.raises(hub.HubError) as caught:
+        hub.resolve("a/gpt2")
+    assert time.perf_counter() - start < 2
+    assert words in str(caught.value)
+    assert "--model pocket" in str(caught.value)
 
 
 def test_import_is_cheap(tmp_path):

@@ -15,26 +15,28 @@ PACKAGE = Path(gpt2attn.__file__).parent
 # Each module imports only from lines above its own; modules of one line do not import each other.
 ORDER = [
     {"untrusted", "files", "records"},
-    {"vocabulary"},
-    {"config", "attention", "tokenizer", "sampling"},
+    {"vocabulary", "jobs", "workers"},
+    {"config", "attention", "tokenizer", "sampling", "lookup"},
     {"cache", "kernels"},
     {"model"},
     {"hub"},
     {"checkpoint", "generation"},
     {"beam", "scoring"},
     {"capture"},
-    {"dump", "edits"},
+    {"dump", "edits", "interop"},
     {"analysis"},
     {"trace"},
     {"lesson"},
     {"render"},
+    {"text_generation"},
     {"language_model"},
-    {"verify"},
+    {"corpus"},
+    {"verify", "benchmark"},
     {"cli"},
     {"__main__"},
 ]
 # What a method of a class above imports when it is called.
-LATE = {("capture", "dump"), ("capture", "render")}
+LATE = {("capture", "dump"), ("capture", "interop"), ("capture", "render")}
 RANK = {module: rank for rank, modules in enumerate(ORDER) for module in modules}
 
 

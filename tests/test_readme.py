@@ -14,6 +14,8 @@ COMMANDS = re.findall(r"`(gpt2attn \w+ [^`]+)`", README) + re.findall(
     r"^(?:.*&& \.venv/bin/)?(gpt2attn [^&\n]+)$", README, re.M
 )
 NEEDS_A_NETWORK = {"gpt2attn download gpt2"}
+# Run on a small checkpoint by test_benchmark.
+BENCH = "gpt2attn bench --model out/gpt2-random --against torch,transformers"
 
 
 @pytest.mark.parametrize("block", PYTHON)
@@ -24,7 +26,7 @@ def test_python_blocks_run(block, tmp_path, monkeypatch, capsys):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("command", sorted(set(COMMANDS) - NEEDS_A_NETWORK))
+@pytest.mark.parametrize("command", sorted(set(COMMANDS) - NEEDS_A_NETWORK - {BENCH}))
 def test_commands_run(command, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "texts.jsonl").write_text('"one"\n{"text": "two"}\n')
@@ -38,3 +40,14 @@ def test_the_main_command_prints_what_readme_shows():
     (text,) = re.findall(r"```text\n(.*?)```", README, re.S)
     result = run("generate", "Once upon a time", "--model", "pocket", "--seed", "1")
     assert result.stdout.strip() == text.strip()
+
+
+def test_the_line_for_the_real_weights_names_what_there_is():
+    """It needs a download, so its parts run elsewhere in the tests, on other models."""
+    (line,) = re.findall(r"^gpt2attn download gpt2 && .*$", README, re.M)
+    *commands, script = line.split(" && ")
+    for command in commands:
+        result = run(*shlex.split(command)[1:2], "--help")
+        assert result.status == 0
+        assert all(option in result.stdout for option in re.findall(r"--\w+", command))
+    assert (Path(__file__).parent.parent / script.removeprefix("python ")).is_file()

@@ -3,6 +3,7 @@
 import hashlib
 import inspect
 import json
+import os
 import random
 import re
 import socket
@@ -230,6 +231,7 @@ def test_loading_needs_no_network_and_leaves_no_cache(
 
 @pytest.mark.parametrize(("text", "ids"), PUBLISHED_IDS.items())
 def test_published_ids(gpt2: Tokenizer, text: str, ids: list[int]) -> None:
+    """Those of D42 and D47 are among them."""
     assert gpt2.encode(text) == ids
 
 
@@ -240,6 +242,7 @@ def test_ids_equal_both_references_and_round_trip(
     tiktoken_gpt2: tiktoken.Encoding,
     text: str,
 ) -> None:
+    """The inputs of D42 and D50 are among them."""
     ids = gpt2.encode(text)
     assert ids == reference_ids(fast_gpt2, text)
     assert ids == tiktoken_gpt2.encode_ordinary(text)
@@ -294,6 +297,8 @@ def test_neighbours_of_a_space_keep_their_own_ids(gpt2: Tokenizer) -> None:
 def test_long_runs_take_linear_time_and_have_the_references_ids(
     gpt2: Tokenizer, fast_gpt2: GPT2TokenizerFast, unit: str
 ) -> None:
+    """D43."""
+
     def best_time(length: int) -> float:
         times = []
         for _ in range(3):
@@ -519,6 +524,7 @@ def test_id_of_is_the_token_of_exactly_that_text(gpt2: Tokenizer) -> None:
     ids=["header", "no header", "CRLF", "no final newline"],
 )
 def test_merges_files_that_read_alike(small_folder: Callable[..., Path], merges: str) -> None:
+    """D40; the merge `# #` is one of them."""
     path = small_folder(merges_txt=merges)
     fast = GPT2TokenizerFast.from_pretrained(path)
     tokenizer = Tokenizer.from_folder(path)
@@ -545,6 +551,7 @@ def test_merges_files_that_read_alike(small_folder: Callable[..., Path], merges:
 def test_bad_merges_are_refused_with_their_line(
     small_folder: Callable[..., Path], merges: str | bytes, message: str
 ) -> None:
+    """D40."""
     with pytest.raises(ValueError, match=message):
         Tokenizer.from_folder(small_folder(merges_txt=merges))
 
@@ -634,16 +641,18 @@ def test_vocabulary_without_end_of_text(small_folder: Callable[..., Path]) -> No
     ("vocab", "message"),
     [
         (small_vocab() | {"new": 0}, "two tokens the same id"),
-        (small_vocab() | {"new": -1}, "integer id of 0 or more"),
-        (small_vocab() | {"new": True}, "integer id of 0 or more"),
-        (small_vocab() | {"new": "7"}, "integer id of 0 or more"),
-        ([["a", 0]], "vocab.json must hold a JSON object"),
+        (small_vocab() | {"new": -1}, "integer id from 0 to"),
+        (small_vocab() | {"new": True}, "integer id from 0 to"),
+        (small_vocab() | {"new": "7"}, "integer id from 0 to"),
+        ([["a", 0]], "vocab.json must be a JSON object"),
         ({"▁the": 0, "s": 1}, r"not byte-level BPE: it lacks 255 of the 256 bytes"),
         ({k: i for k, i in small_vocab().items() if k != "Ã"}, r"lacks 1 .* being 0xC3"),
         ("{", "vocab.json is not valid JSON"),
         ("[" * 100_000, "vocab.json is not valid JSON"),
-        ("version https://git-lfs.github.com/spec/v1\n", "vocab.json is not valid JSON"),
         (b"\xff", "vocab.json is not valid JSON"),
+        ('{"a": 0, "a": 1}', "vocab.json is not valid JSON: the key 'a' stands there twice"),
+        (small_vocab() | {"\ud800": 900}, "lone surrogate, which UTF-8 cannot hold"),
+        (small_vocab() | {"new": 2**24 + 1}, "integer id from 0 to 16,777,216"),
     ],
 )
 def test_bad_vocabularies_are_refused(
@@ -659,6 +668,7 @@ def test_bad_vocabularies_are_refused(
 def test_tokenizer_json_with_either_spelling_of_merges(
     folder: Callable[..., Path], spelling: Callable
 ) -> None:
+    """D41."""
     path = folder(tokenizer_json=tokenizer_json(model__merges=list(map(spelling, SMALL_MERGES))))
     tokenizer = Tokenizer.from_folder(path)
     text = "abcd abcd##<|endoftext|>"
@@ -670,6 +680,7 @@ def test_tokenizer_json_with_either_spelling_of_merges(
 
 
 def test_tokenizer_json_is_used_alone(folder: Callable[..., Path]) -> None:
+    """D41."""
     fewer = SMALL_MERGES[:1]
     path = folder(
         tokenizer_json=tokenizer_json(),
@@ -717,6 +728,7 @@ def test_saved_by_transformers_and_read_back(
 def test_other_pipelines_are_refused_by_name(
     folder: Callable[..., Path], changes: dict[str, object], message: str
 ) -> None:
+    """D49."""
     with pytest.raises(ValueError, match=message):
         Tokenizer.from_folder(folder(tokenizer_json=tokenizer_json(**changes)))
 
@@ -876,15 +888,52 @@ def test_folder_without_a_usable_tokenizer(
         Tokenizer.from_folder(folder(**files))
 
 
+@pytest.mark.parametrize(
+    "name",
+    [
+        "vocab.json",
+        "merges.txt",
+        "tokenizer.json",
+        "tokenizer_config.json",
+        "special_tokens_map.json",
+        "added_tokens.json",
+    ],
+)
 def test_link_out_of_the_folder_is_not_followed(
-    small_folder: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory
+    small_folder: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory, name: str
 ) -> None:
     path = small_folder()
-    outside = tmp_path_factory.mktemp("outside") / "merges.txt"
-    (path / "merges.txt").rename(outside)
-    (path / "merges.txt").symlink_to(outside)
-    with pytest.raises(ValueError, match="is a link to"):
+    outside = tmp_path_factory.mktemp("outside") / "file"
+    outside.write_text("{}")
+    (path / name).unlink(missing_ok=True)
+    (path / name).symlink_to(outside)
+    with pytest.raises(ValueError, match=f"{name} is a link to"):
         Tokenizer.from_folder(path)
+
+
+@pytest.mark.parametrize("name", ["vocab.json", "merges.txt", "tokenizer.json"])
+def test_d34_placeholders_and_files_of_any_size(
+    small_folder: Callable[..., Path], name: str
+) -> None:
+    path = small_folder()
+    for content, message in (
+        (b"version https://git-lfs.github.com/spec/v1\noid sha256:00\nsize 5\n", "Git LFS pointer"),
+        (b"<!doctype html><title>404</title>", "HTML page"),
+        (b"", "is empty"),
+    ):
+        (path / name).write_bytes(content)
+        with pytest.raises(ValueError, match=f"{path / name}.* {message}"):
+            Tokenizer.from_folder(path)
+    os.truncate(path / name, 2**40)  # a hole
+    with pytest.raises(ValueError, match=f"{path / name} has more than 16,000,000 bytes"):
+        Tokenizer.from_folder(path)
+
+
+def test_a_first_merge_of_a_bracket_is_no_page(small_folder: Callable[..., Path]) -> None:
+    vocab = small_vocab()
+    vocab["<!"] = max(vocab.values()) + 1
+    tokenizer = Tokenizer.from_folder(small_folder(vocab_json=vocab, merges_txt="< !\n"))
+    assert tokenizer.encode("<!") == [vocab["<!"]]
 
 
 def test_missing_folder(tmp_path: Path) -> None:

@@ -216,6 +216,7 @@ def ablate_heads(
         )
     else:
         edit = set_heads(model, heads)
-    before = check_finite(model.unembed(model.hidden(ids)[0, -1]))
-    after = check_finite(model.unembed(model.hidden(ids, edit=edit)[0, -1]))
+    rows = [list(ids)]
+    before = check_finite(model.unembed(model.hidden(rows)[0, -1]))
+    after = check_finite(model.unembed(model.hidden(rows, edit=edit)[0, -1]))
     return Ablation(before, after, kl_divergence(before, after).item())

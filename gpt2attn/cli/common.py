@@ -6,6 +6,7 @@ Nothing here imports torch: `--help` must answer at once.
 from __future__ import annotations
 
 import json
+import re
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -14,6 +15,8 @@ import typer
 
 if TYPE_CHECKING:
     from ..language_model import LanguageModel
+
+_CONTROLS = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 
 _debug = False
 
@@ -45,18 +48,25 @@ Revision = Annotated[
 ]
 Device = Annotated[Literal["auto", "cpu", "cuda"], typer.Option(help="Where to compute.")]
 DType = Annotated[
-    Literal["float32", "bfloat16", "float16"], typer.Option(help="How weights are stored.")
+    Literal["float32", "bfloat16", "float16", "int8"],
+    typer.Option(help="How weights are stored; int8 with --kernels auto."),
 ]
 Kernels = Annotated[
     Literal["auto", "torch"],
     typer.Option(help="torch: bit for bit transformers'; auto: compiled decoding where it fits."),
 ]
 Threads = Annotated[
-    int | None, typer.Option(min=1, help="CPU threads.", show_default="one for each core")
+    int | None,
+    # Many more than there are processors crash the library that runs them.
+    typer.Option(min=1, max=1024, help="CPU threads.", show_default="one for each core"),
 ]
 AllowPickle = Annotated[
     bool,
     typer.Option("--allow-pickle", help="Read pytorch_model.bin, as plain tensors, if need be."),
+]
+AllowNonfinite = Annotated[
+    bool,
+    typer.Option("--allow-nonfinite", help="Only warn of weights with NaN or infinity."),
 ]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")]
 Special = Annotated[
@@ -73,9 +83,27 @@ def note(text: str, *, end: str = "\n") -> None:
     print(text, end=end, file=sys.stderr, flush=True)
 
 
+def visible(text: str) -> str:
+    """`text` without control characters, which could rewrite the terminal, but for line ends."""
+    return _CONTROLS.sub(lambda match: f"<0x{ord(match[0]):02X}>", text)
+
+
+def write(text: str) -> None:
+    """Write `text` to stdout at once, exactly; on a terminal, only what can be seen of it."""
+    sys.stdout.write(visible(text) if sys.stdout.isatty() else text)
+    sys.stdout.flush()
+
+
 def print_json(value: Any) -> None:
-    """One line of JSON; a NaN, which JSON does not have, would be our own fault and raises."""
-    print(json.dumps(value, ensure_ascii=False, allow_nan=False))
+    """One line of JSON; raises ValueError for a NaN or an infinity, which JSON does not have."""
+    try:
+        text = json.dumps(value, ensure_ascii=False, allow_nan=False)
+    except ValueError:
+        raise ValueError(
+            "The result holds NaN or infinity, which JSON does not have: the model's weights are "
+            "damaged, or too large for its number format."
+        ) from None
+    print(text)
 
 
 def read_text(text: str | None, file: Path | None, *, what: str) -> str:
@@ -108,6 +136,8 @@ def load_language_model(
     threads: int | None,
     allow_pickle: bool,
     kernels: str = "torch",
+    *,
+    allow_nonfinite: bool = False,
 ) -> LanguageModel:
     """`load` with the options of the command line."""
     import torch
@@ -122,6 +152,7 @@ def load_language_model(
         device=device,
         dtype=getattr(torch, dtype),
         allow_pickle=allow_pickle,
+        allow_nonfinite=allow_nonfinite,
         kernels=kernels,
         notify=note,
     )

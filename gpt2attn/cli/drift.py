@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Annotated
 
 import typer
 
 from .common import (
+    AllowNonfinite,
     AllowPickle,
     Debug,
     Device,
@@ -47,6 +49,7 @@ def drift(
     dtype: DType = "float32",
     threads: Threads = None,
     allow_pickle: AllowPickle = False,
+    allow_nonfinite: AllowNonfinite = False,
     as_json: Json = False,
     debug: Debug = False,
 ) -> None:
@@ -66,7 +69,9 @@ def drift(
         specs = [str(number) for number in parse_numbers(at, "--at") or ()]
         if len(specs) != 2:
             raise ValueError(f"--at takes a position in each text, such as 4,7, not {at!r}.")
-    lm = load_language_model(model, revision, device, dtype, threads, allow_pickle)
+    lm = load_language_model(
+        model, revision, device, dtype, threads, allow_pickle, allow_nonfinite=allow_nonfinite
+    )
     texts = [text1, text2]
     ids = [lm.encode(text, special=special) for text in texts]
     if not all(ids):
@@ -93,7 +98,7 @@ def drift(
             }
         )
         return
-    others = result.others or [None] * len(result.stages)
+    others: Sequence[float | None] = result.others or [None] * len(result.stages)
     print_table(
         ["residual stream", f"cosine of {label}", "others"],
         [

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from .common import (
+    AllowNonfinite,
     AllowPickle,
     Debug,
     Device,
@@ -68,6 +69,7 @@ def explain(
     dtype: DType = "float32",
     threads: Threads = None,
     allow_pickle: AllowPickle = False,
+    allow_nonfinite: AllowNonfinite = False,
     as_json: Json = False,
     debug: Debug = False,
 ) -> None:
@@ -86,7 +88,9 @@ def explain(
     if text is None and text_file is None:
         text = SENTENCE
     text = read_text(text, text_file, what="text")
-    lm = load_language_model(model, revision, device, dtype, threads, allow_pickle)
+    lm = load_language_model(
+        model, revision, device, dtype, threads, allow_pickle, allow_nonfinite=allow_nonfinite
+    )
     from rich.console import Console
 
     from ..lesson import explain as compute

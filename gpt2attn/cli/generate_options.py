@@ -58,8 +58,12 @@ Overflow = Annotated[
         "stop there; or slide, that is go on from the last half of them, computed afresh."
     ),
 ]
-NumSamples = Annotated[int, typer.Option(min=1, help="Continue this often, with seeds in a row.")]
-NumBeams = Annotated[int, typer.Option(min=1, help="Beam search with this many beams; 1 is off.")]
+NumSamples = Annotated[
+    int, typer.Option(min=1, max=10_000, help="Continue this often, with seeds in a row.")
+]
+NumBeams = Annotated[
+    int, typer.Option(min=1, max=256, help="Beam search with this many beams; 1 is off.")
+]
 NumReturnSequences = Annotated[
     int, typer.Option(min=1, help="How many of the best beams to print.")
 ]

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 
 from .common import (
+    AllowNonfinite,
     AllowPickle,
     Debug,
     Device,
@@ -99,6 +100,7 @@ def heads(
     dtype: DType = "float32",
     threads: Threads = None,
     allow_pickle: AllowPickle = False,
+    allow_nonfinite: AllowNonfinite = False,
     as_json: Json = False,
     debug: Debug = False,
 ) -> None:
@@ -125,14 +127,16 @@ def heads(
     if text is None and text_file is None:
         text = SENTENCE
     text = read_text(text, text_file, what="text")
-    lm = load_language_model(model, revision, device, dtype, threads, allow_pickle)
+    lm = load_language_model(
+        model, revision, device, dtype, threads, allow_pickle, allow_nonfinite=allow_nonfinite
+    )
     if scores:
         found, show = _scores(lm, seed), _print_scores
     else:
         ids = lm.encode(text, special=special)
         if not ids:
             raise ValueError("The text is empty: give at least one token.")
-        if pair:
+        if from_token is not None and to_token is not None:
             found, show = _pair(lm, ids, from_token, to_token), _print_pair
         elif ablate:
             found, show = _ablation(lm, ids, silenced, mean, count or 10), _print_ablation

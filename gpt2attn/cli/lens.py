@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from .common import (
+    AllowNonfinite,
     AllowPickle,
     Debug,
     Device,
@@ -58,6 +59,7 @@ def lens(
     dtype: DType = "float32",
     threads: Threads = None,
     allow_pickle: AllowPickle = False,
+    allow_nonfinite: AllowNonfinite = False,
     as_json: Json = False,
     debug: Debug = False,
 ) -> None:
@@ -70,7 +72,9 @@ def lens(
     if text is None and text_file is None:
         text = SENTENCE
     text = read_text(text, text_file, what="text")
-    lm = load_language_model(model, revision, device, dtype, threads, allow_pickle)
+    lm = load_language_model(
+        model, revision, device, dtype, threads, allow_pickle, allow_nonfinite=allow_nonfinite
+    )
     ids = lm.encode(text, special=special)
     if not ids:
         raise ValueError("The text is empty: give at least one token.")

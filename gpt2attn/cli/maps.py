@@ -39,7 +39,8 @@ def write_maps(maps: AttentionMaps, path: Path, *, value_norms: Tensor | None = 
 
         layer, head = _one(maps)
         show = "stages" if len(maps.stages) > 1 else next(iter(maps.stages))
-        content = figure_bytes(maps.figure(layer, head, show=show), suffix.removeprefix("."))
+        figure = maps.figure(layer, head, show=show)
+        content = figure_bytes(figure, "svg" if suffix == ".svg" else "png")
     else:
         maps.save(path)
         return

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import re
 from itertools import combinations
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from .common import (
+    AllowNonfinite,
     AllowPickle,
     Debug,
     Device,
@@ -42,6 +43,7 @@ def neighbours(
     dtype: DType = "float32",
     threads: Threads = None,
     allow_pickle: AllowPickle = False,
+    allow_nonfinite: AllowNonfinite = False,
     as_json: Json = False,
     debug: Debug = False,
 ) -> None:
@@ -49,7 +51,9 @@ def neighbours(
 
     Example:  gpt2attn neighbours " apple"
     """
-    lm = load_language_model(model, revision, device, dtype, threads, allow_pickle)
+    lm = load_language_model(
+        model, revision, device, dtype, threads, allow_pickle, allow_nonfinite=allow_nonfinite
+    )
     ids = [token_id(spec, lm.tokenizer) for spec in tokens]
     labels = [token_label(lm.tokenizer, id) for id in ids]
     if len(ids) == 1:
@@ -88,25 +92,27 @@ def token_id(spec: str, tokenizer: Tokenizer) -> int:
     if exact is not None and spaced is not None:
         labels = [tokenizer.label(id) for id in (exact, spaced)]
         note(f"note: {labels[0]} is #{exact}; {labels[1]} is another token, #{spaced}")
-    return spaced if exact is None else exact
+    id = spaced if exact is None else exact
+    assert id is not None
+    return id
 
 
-def _nearest(lm: LanguageModel, id: int, count: int) -> list[dict]:
+def _nearest(lm: LanguageModel, id: int, count: int) -> list[dict[str, Any]]:
     from ..analysis import neighbours as nearest
 
-    found = nearest(lm.model.wte.weight, id, count)
+    found = nearest(lm.model.wte.matrix, id, count)
     return [
         {"id": other, "label": token_label(lm.tokenizer, other), "cosine": cosine}
         for other, cosine in found
     ]
 
 
-def _pairs(lm: LanguageModel, ids: list[int]) -> list[dict]:
+def _pairs(lm: LanguageModel, ids: list[int]) -> list[dict[str, Any]]:
     from ..analysis import cosine
     from ..model import as_ids
 
     as_ids(ids, lm.model.config.vocab_size)
-    table = lm.model.wte.weight
+    table = lm.model.wte.matrix
     return [
         {
             "ids": [a, b],

@@ -33,6 +33,8 @@ def parse_numbers(text: str | None, option: str) -> list[int] | None:
         first, last = int(match[1]), int(match[2] or match[1])
         if last < first:
             raise ValueError(f"{option}: the range {part.strip()} runs backwards.")
+        if last - first > 10_000:
+            raise ValueError(f"{option}: the range {part.strip()} has too many numbers.")
         numbers += range(first, last + 1)
     return numbers
 

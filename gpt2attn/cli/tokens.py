@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from .common import Debug, Json, Model, Revision, Special, print_json, read_text
+from .common import Debug, Json, Model, Revision, Special, print_json, read_text, write
 
 
 def tokens(
@@ -41,7 +41,7 @@ def tokens(
             {"ids": chosen, "labels": tokenizer.labels(chosen), "text": tokenizer.decode(chosen)}
         )
     elif ids is not None:
-        print(tokenizer.decode(chosen))
+        write(f"{tokenizer.decode(chosen)}\n")
     else:
         width = len(str(len(chosen)))
         for position, (id, label) in enumerate(zip(chosen, tokenizer.labels(chosen), strict=True)):

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from ..model import GPT2
     from .linear import Linear, Table
 
+AT_ONCE = 1024  # rows of a table
 GROUP = 64  # inputs that share a scale: finer costs bandwidth, coarser costs accuracy
 STORED = (torch.bfloat16, torch.float16, torch.int8)
 
@@ -32,11 +33,20 @@ def quantize(weight: Tensor, input_dim: int) -> tuple[Tensor, Tensor]:
 
     Scales have the weight's shape with inputs / `group_size` entries along `input_dim`.
     """
-    groups = weight.float().unflatten(input_dim, (-1, group_size(weight.shape[input_dim])))
-    scale = groups.abs().amax(input_dim + 1) / 127
-    safe = torch.where(scale == 0, 1, scale)  # a group of zeros
-    whole = (groups / safe.unsqueeze(input_dim + 1)).round_()
-    return whole.to(torch.int8).flatten(input_dim, input_dim + 1), scale
+    size = group_size(weight.shape[input_dim])
+    stored = torch.empty_like(weight, dtype=torch.int8)
+    shape = list(weight.shape)
+    shape[input_dim] //= size
+    scales = torch.empty(shape)
+    # In pieces, whose memory is used again: fresh memory for all takes longer than the arithmetic.
+    rows, scale_rows = (AT_ONCE, AT_ONCE) if input_dim == 1 else (size, 1)
+    pieces = zip(weight.split(rows), stored.split(rows), scales.split(scale_rows), strict=True)
+    for piece, place, scale in pieces:
+        groups = piece.float().unflatten(input_dim, (-1, size))
+        torch.div(groups.abs().amax(input_dim + 1), 127, out=scale)
+        safe = torch.where(scale == 0, 1, scale).unsqueeze(input_dim + 1)  # a group of zeros
+        place.copy_((groups / safe).round_().flatten(input_dim, input_dim + 1))
+    return stored, scales
 
 
 def widen(weight: Tensor, scale: Tensor | None, input_dim: int) -> Tensor:

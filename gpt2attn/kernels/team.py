@@ -114,8 +114,8 @@ class _Worker:
     def __init__(self, number: int) -> None:
         self._number = number
         self._job: tuple[Callable[..., Any], tuple[Any, ...]] | None = None
-        # Plain locks, which one thread takes and another gives back: a Semaphore is made of three of
-        # them and Python code, and this is passed twice for every token.
+        # Plain locks, which one thread takes and another gives back: a Semaphore is Python code
+        # over several of them, and these are passed twice for every token.
         self._wanted, self._free = threading.Lock(), threading.Lock()
         self._wanted.acquire()
         threading.Thread(target=self._serve, name=f"gpt2attn-{number}", daemon=True).start()

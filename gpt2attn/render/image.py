@@ -79,7 +79,7 @@ def maps_figure(
     """
     maps, layer, head = select(maps, layer, head, text)
     (labels,), source = maps.labels, source_of(maps)
-    if head is not None and show != "measures":
+    if layer is not None and head is not None and show != "measures":
         place: Any = {"layer": layer, "head": head, "source": source}
         if show == "stages":
             stages = {name: maps.head(layer, head, stage=name) for name in STAGES}
@@ -382,7 +382,7 @@ def drift_figure(
             y = top + height * (1 - tick) / (1 - lowest)
             sheet.line([(left, y), (left + width, y)], color="#e4e4e4")
             sheet.text(left - 0.08, y + 0.04, f"{tick:z.1f}", color=GREY, align="right")
-        middle = {"color": GREY, "align": "center"}
+        middle: Any = {"color": GREY, "align": "center"}
         sheet.text(MARGIN + 0.12, top + height / 2, "cosine", turned=True, **middle)
         sheet.text(left + width / 2, top + height + 0.9, "stage of the residual stream", **middle)
         at = np.linspace(left, left + width, len(drift.stages))

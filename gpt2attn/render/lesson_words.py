@@ -7,6 +7,7 @@ said as a rule.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 from torch import Tensor
@@ -149,7 +150,7 @@ def _context(section: tokens.Context, lesson: Lesson) -> Iterator[Block]:
     )
     for example in examples:
         yield Picture(
-            lambda e=example: drift_figure(e.drift, e.label, e.texts, source=lesson.model),
+            partial(drift_figure, example.drift, example.label, example.texts, source=lesson.model),
             f"Curves: the cosine of {example.label} in two texts after each layer, and of others",
         )
 

@@ -11,7 +11,7 @@ import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
-from typing import Literal
+from typing import Any, Literal
 
 import matplotlib
 import numpy as np
@@ -292,9 +292,9 @@ class Sheet:
 
     def axis_titles(self, x: float, y: float, side: float, tokens: TokenLabels) -> None:
         """What the rows and the columns are, along the left and the lower edge of a map."""
-        turned = {"color": GREY, "align": "center"}
-        self.text(MARGIN + 0.12, y + side / 2, "query (reads)", turned=True, **turned)
-        self.text(x + side / 2, y + side + tokens.height + 0.2, "key (is read)", **turned)
+        middle: Any = {"color": GREY, "align": "center"}
+        self.text(MARGIN + 0.12, y + side / 2, "query (reads)", turned=True, **middle)
+        self.text(x + side / 2, y + side + tokens.height + 0.2, "key (is read)", **middle)
 
     def _bar(self, x: float, y: float, scale: Scale) -> None:
         width, height = 2.4, 0.09

@@ -91,14 +91,14 @@ def maps_text(
     """
     maps, layer, head = select(maps, layer, head, text)
     (labels,), source = maps.labels, source_of(maps)
-    if head is not None:
+    if layer is not None and head is not None:
         weights = maps.head(layer, head)
         return head_text(weights, labels, layer=layer, head=head, source=source, screen=screen)
     weights = maps.weights[:, 0]
     if layer is not None:
         weights = weights[maps.layers.index(layer)]
-        options = {"layer": layer, "heads": maps.heads}
-        return layer_text(weights, labels, source=source, screen=screen, **options)
+        heads = maps.heads
+        return layer_text(weights, labels, layer=layer, heads=heads, source=source, screen=screen)
     axes = {"layers": maps.layers, "heads": maps.heads}
     return overview_text(weights, labels, source=source, screen=screen, **axes)
 
@@ -316,13 +316,11 @@ def _band(maps: Sequence[Tensor], pitch: int, screen: Screen) -> list[Text]:
     for upper in range(0, n, 2):
         line = Text()
         for small in values:
-            pair = [small[upper], small[upper + 1] if upper + 1 < n else None]
+            lower = upper + 1
             for key in range(n):
-                shares = [
-                    row[key] if row is not None and key <= upper + place else None
-                    for place, row in enumerate(pair)
-                ]
-                line.append(*_character(*shares, screen))
+                top = small[upper][key] if key <= upper else None
+                bottom = small[lower][key] if key <= lower < n else None
+                line.append(*_character(top, bottom, screen))
             line.append(" " * (pitch - n))
         lines.append(line)
     return lines
@@ -330,13 +328,11 @@ def _band(maps: Sequence[Tensor], pitch: int, screen: Screen) -> list[Text]:
 
 def _character(top: float | None, bottom: float | None, screen: Screen) -> tuple[str, str]:
     """A character for two cells, one above the other, and its style; None is nothing to draw."""
-    if top is None and bottom is None:
+    seen = [share for share in (top, bottom) if share is not None]
+    if not seen:
         return " ", ""
     if screen.color and screen.utf8:
-        if top is None:
-            return "▄", _color(bottom)
-        return "▀", _color(top) if bottom is None else f"{_color(top)} on {_color(bottom)}"
-    seen = [share for share in (top, bottom) if share is not None]
+        return "▄" if top is None else "▀", " on ".join(map(_color, seen))
     mean = sum(seen) / len(seen)
     return (" ", f"on {_color(mean)}") if screen.color else (_shade(mean, screen), "")
 
