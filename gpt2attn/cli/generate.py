@@ -77,7 +77,7 @@ def generate(
     revision: Revision = None,
     device: Device = "auto",
     dtype: DType = "float32",
-    kernels: Kernels = "auto",
+    kernels: Kernels = "torch",
     threads: Threads = None,
     allow_pickle: AllowPickle = False,
     allow_nonfinite: AllowNonfinite = False,

@@ -435,14 +435,18 @@ def _attention(qkv, keys, values, head_low, past, mask, scale, weights, mixed): 
 
 
 @njit(**COMPILED)
-def _unembed(thread, n_threads, shared, x, table_at, table_scales, like, logits):  # type: ignore[no-untyped-def]
-    """logits (rows, V) = x (rows, C) table^T, each thread a range of the vocabulary."""
+def _unembed(thread, n_threads, shared, x, table_at, table_scales, like, widened, logits):  # type: ignore[no-untyped-def]
+    """logits (rows, V) = x (rows, C) table^T, each thread a range of the vocabulary.
+
+    `widened` (n_threads, 4 C) is room for four rows of the table. It comes from the caller, who
+    keeps it: an array made here would be freed after its last use by name, which its address
+    outlives.
+    """
     rows, width = x.shape
     size = like.itemsize
     group = GROUP if width % GROUP == 0 else width
     low, high = _share(logits.shape[1], 1, thread, n_threads)
-    widened = np.empty(TOKENS_AT_ONCE * width + LANES if rows > 1 else 0, f32)
-    copy = (widened.ctypes.data + LINE - 1) // LINE * LINE
+    copy = widened.ctypes.data + thread * 4 * TOKENS_AT_ONCE * width
     first = low
     while first < high:
         # The last few one by one: four times the same one.
@@ -596,7 +600,8 @@ class CompiledStep:
         rows = np.ascontiguousarray(x.numpy().reshape(-1, x.shape[-1]))
         logits = np.empty((len(rows), len(self._table.weight)), f32)
         at, scales = _address(self._table.weight), _address(self._table.scale)
-        self._team.run(_unembed, rows, at, scales, self._like, logits)
+        widened = torch.empty(self.n_threads, TOKENS_AT_ONCE * rows.shape[1]).numpy()
+        self._team.run(_unembed, rows, at, scales, self._like, widened, logits)
         return torch.from_numpy(logits).view(*x.shape[:-1], -1)
 
 

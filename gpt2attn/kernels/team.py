@@ -22,6 +22,8 @@ from numba.extending import intrinsic
 ARRIVED, ROUND, ABORTED, SHARED_SIZE = 0, 16, 32, 48
 SPINS_BEFORE_YIELD = 2000  # about 20 microseconds: longer, and a thread that has no core gets one
 
+WAIT = 1.0  # seconds; a thread that was told to go home does so in a hundredth of that
+
 _sched_yield = types.ExternalFunction("sched_yield", types.int32())
 
 
@@ -100,11 +102,13 @@ class Team:
                     worker.start_job(function, (self.n_threads, shared, *arguments))
                 function(0, self.n_threads, shared, *arguments)
             except BaseException:
-                # An interrupt before this thread came to a barrier: let the others go home, and
-                # wait for them, since they work on memory that the caller may free.
+                # An interrupt, at any moment: let the others go home, wait for those that have
+                # begun, since they work on memory that the caller may free, and make new ones next
+                # time: one may have been taken and not been started.
                 shared[ABORTED] = 1
                 for worker in self._workers:
-                    worker.wait()
+                    worker.wait(WAIT)
+                self._pid = 0
                 raise
 
 
@@ -125,10 +129,9 @@ class _Worker:
         self._job = (function, arguments)
         self._wanted.release()
 
-    def wait(self) -> None:
-        """Return once the last job is done."""
-        self._free.acquire()
-        self._free.release()
+    def wait(self, seconds: float) -> None:
+        """Return once the last job is done, or after `seconds`."""
+        self._free.acquire(timeout=seconds)
 
     def _serve(self) -> None:
         while True:

@@ -57,10 +57,8 @@ class Comparison:
                 self.stages(OBSERVED, case, use_cache=True)
                 self.stages(FUSED, case, use_cache=True)
         notify("greedy decoding")
-        for case in (prompt, padded):
-            self.greedy(case, self.model, GENERATE)
-            if self.fast is not None:
-                self.greedy(case, self.fast, AUTO)
+        self.greedy(prompt)
+        self.greedy(padded)
         notify("cached, in chunks and padded, against plain")
         self.cached(_largest(case for case in plain if case.length <= MOST_STEPS))
         self.chunked(_largest(case for case in plain if len(case.ids) == 1))
@@ -100,8 +98,8 @@ class Comparison:
         if unequal:
             run_theirs(self.reference.judge(), case, judge)
 
-    def greedy(self, case: Case, model: GPT2, pair: str) -> None:
-        """Their `generate` against our decode loop: the logits of every step, and the ids."""
+    def greedy(self, case: Case) -> None:
+        """Their `generate` against our decode loops: the logits of every step, and the ids."""
         n_steps = min(GREEDY_STEPS, self.model.config.n_positions - case.length)
         if n_steps < 1:
             return
@@ -110,11 +108,14 @@ class Comparison:
         logits = torch.stack(theirs.logits, dim=1).to(self.model.dtype)  # (B, n_steps, V)
         fed = case.followed_by(their_ids[:, :-1])
         sizes = [case.length] + [1] * (n_steps - 1)
-        ours = in_parts(model, fed, sizes, last_only=True)
-        row = self._logits("decode logits", pair, fed, ours, logits)
-        if ours.isfinite().all():  # our loop refuses to choose among NaNs, as the row will say
-            our_ids = greedy_ids(model, case, n_steps)
-            self._add(_compared_ids(case.name, our_ids, their_ids, logits, row))
+        for model, pair in ((self.model, GENERATE), (self.fast, AUTO)):
+            if model is None:
+                continue
+            ours = in_parts(model, fed, sizes, last_only=True)
+            row = self._logits("decode logits", pair, fed, ours, logits)
+            if ours.isfinite().all():  # our loop refuses to choose among NaNs, as the row will say
+                our_ids = greedy_ids(model, case, n_steps)
+                self._add(_compared_ids(case.name, our_ids, their_ids, logits, row))
 
     def cached(self, case: Case) -> None:
         """One token at a time after a prefill of half, against one pass."""
