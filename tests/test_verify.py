@@ -395,7 +395,7 @@ def test_a_thousand_tokens_are_bit_equal(tmp_path: Path) -> None:
 @pytest.mark.usefixtures("all_threads")
 @pytest.mark.parametrize(
     ("size", "n_layer"),
-    [("gpt2-medium", 2), ("gpt2-xl", 2), ("distilgpt2", None), ("gpt2", None)],
+    [("gpt2-medium", 1), ("gpt2-xl", 1), ("gpt2", None)],
 )
 def test_published_sizes_are_bit_equal(
     tmp_path: Path, random_checkpoint: Callable[..., Path], size: str, n_layer: int | None
