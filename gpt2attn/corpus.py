@@ -21,7 +21,7 @@ import torch
 from .dump import dump_attention
 from .hub import resolve
 from .language_model import LanguageModel, chosen_device, load, source_provenance
-from .records import Record
+from .records import Record, in_lists
 from .scoring import BATCH_TOKENS, Score, bits_per_byte, score_texts
 from .workers import Pool, Progress, Work, in_order, run_here
 from .workers.cluster import Cluster
@@ -204,16 +204,7 @@ def run_job(
 
 def chunks(items: Iterable[Item], n_characters: int) -> Iterator[list[Item]]:
     """`items` in order, in lists of at least `n_characters` of text, but for the last."""
-    chunk: list[Item] = []
-    held = 0
-    for item in items:
-        chunk.append(item)
-        held += len(item.text) + 1  # an empty text takes room too
-        if held >= n_characters:
-            yield chunk
-            chunk, held = [], 0
-    if chunk:
-        yield chunk
+    return in_lists(items, lambda item: len(item.text), n_characters)
 
 
 def score_row(lm: LanguageModel, name: str, result: Score) -> dict[str, Any]:

@@ -6,9 +6,11 @@ from __future__ import annotations
 
 import json
 from codecs import BOM_UTF8
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
+
+T = TypeVar("T")
 
 
 class Record(NamedTuple):
@@ -63,3 +65,17 @@ def _json_text(line: str, path: Path, number: int) -> str:
             "is no text; remove it or replace it by \\ufffd."
         ) from None
     return value
+
+
+def in_lists(items: Iterable[T], size: Callable[[T], int], least: int) -> Iterator[list[T]]:
+    """`items` in order, in lists whose sizes add up to `least` or more, but for the last."""
+    found: list[T] = []
+    held = 0
+    for item in items:
+        found.append(item)
+        held += size(item) + 1  # an empty text takes room too
+        if held >= least:
+            yield found
+            found, held = [], 0
+    if found:
+        yield found

@@ -38,6 +38,7 @@ import torch
 from torch import Tensor
 
 from .model import GPT2, as_ids, check_finite
+from .records import in_lists
 from .tokenizer import Tokenizer
 
 BATCH_TOKENS = 4096  # read in one forward pass
@@ -422,7 +423,7 @@ def _run(
     model: GPT2, jobs: Iterable[_Job], batch_tokens: int, progress: Progress | None
 ) -> Iterator[tuple[_Job, Tensor, Tensor]]:
     """Each job with the log-probabilities and ranks of its ids, in order."""
-    for pool in _pools(jobs, _BATCHES_IN_POOL * batch_tokens):
+    for pool in in_lists(jobs, lambda job: len(job.ids), _BATCHES_IN_POOL * batch_tokens):
         logprobs = [torch.full((len(job.ids),), math.nan, dtype=torch.float64) for job in pool]
         ranks = [torch.zeros(len(job.ids), dtype=torch.long) for job in pool]
         for batch in _batches(pool, batch_tokens):
@@ -435,20 +436,6 @@ def _run(
             if progress is not None:
                 progress(sum(lengths))
         yield from zip(pool, logprobs, ranks, strict=True)
-
-
-def _pools(jobs: Iterable[_Job], n_tokens: int) -> Iterator[list[_Job]]:
-    """Jobs in order, in lists of at least `n_tokens` tokens, but for the last."""
-    pool: list[_Job] = []
-    held = 0
-    for job in jobs:
-        pool.append(job)
-        held += len(job.ids) + 1  # an empty text takes room too
-        if held >= n_tokens:
-            yield pool
-            pool, held = [], 0
-    if pool:
-        yield pool
 
 
 def _batches(pool: Sequence[_Job], batch_tokens: int) -> Iterator[list[tuple[int, Window]]]:

@@ -71,3 +71,13 @@ def run(*arguments: str, stdin: bytes = b"") -> Result:
         stream.flush()
         texts.append(stream.buffer.getvalue().decode("utf-8"))
     return Result(status, *texts)
+
+
+def refused(result, *parts):
+    """One sentence on stderr, nothing on stdout, status 2."""
+    assert result.status == 2, result
+    assert result.stdout == ""
+    (line,) = result.stderr.strip().splitlines()
+    assert line.startswith("error: ")
+    for part in parts:
+        assert part in line

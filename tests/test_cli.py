@@ -9,7 +9,7 @@ import sys
 
 import pytest
 from checkpoints import write_checkpoint
-from cli_runner import run
+from cli_runner import refused, run
 
 from gpt2attn import AttentionMaps, Tokenizer, load
 
@@ -24,16 +24,6 @@ def folder(tmp_path_factory):
     )
     Tokenizer.gpt2().save(folder)
     return folder
-
-
-def refused(result, *parts):
-    """One sentence on stderr, nothing on stdout, status 2."""
-    assert result.status == 2, result
-    assert result.stdout == ""
-    (line,) = result.stderr.strip().splitlines()
-    assert line.startswith("error: ")
-    for part in parts:
-        assert part in line
 
 
 def whole(result):

@@ -12,7 +12,7 @@ import time
 import pytest
 import torch
 from checkpoints import write_checkpoint
-from cli_runner import run
+from cli_runner import refused, run
 
 from gpt2attn import AttentionMaps, LanguageModel, Tokenizer, load, text_generation
 from gpt2attn.cli.generate_output import Output
@@ -38,16 +38,6 @@ def lm(folder):
 def read_once(monkeypatch):
     """The folder's tokenizer is GPT-2's; checking its files again for each command takes long."""
     monkeypatch.setattr(Tokenizer, "from_folder", lambda folder: Tokenizer.gpt2())
-
-
-def refused(result, *parts):
-    """One sentence on stderr, nothing on stdout, status 2."""
-    assert result.status == 2, result
-    assert result.stdout == ""
-    (line,) = result.stderr.strip().splitlines()
-    assert line.startswith("error: ")
-    for part in parts:
-        assert part in line
 
 
 def objects(result):
