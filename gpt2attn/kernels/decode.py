@@ -38,7 +38,7 @@ from .simd import (
     store_one,
     total,
 )
-from .team import Team, barrier
+from .team import Team, barrier, in_pool
 
 if TYPE_CHECKING:
     from ..cache import KVCache
@@ -412,6 +412,11 @@ def _blocks(
     barrier(shared, n_threads)
 
 
+@njit(**COMPILED)
+def _start_blocks(pool, n_threads, *arguments):  # type: ignore[no-untyped-def]
+    in_pool(pool, n_threads, _blocks, arguments)
+
+
 @njit(**INNER)
 def _attention(qkv, keys, values, head_low, past, mask, scale, weights, mixed):  # type: ignore[no-untyped-def]
     """Store the new keys and values (B, H, max_len, D) of one thread's heads and mix their outputs.
@@ -469,6 +474,11 @@ def _unembed(thread, n_threads, shared, x, table_at, table_scales, like, widened
                 logits[r, first + token] = scores[token]
         first += n_tokens
     barrier(shared, n_threads)
+
+
+@njit(**COMPILED)
+def _start_unembed(pool, n_threads, *arguments):  # type: ignore[no-untyped-def]
+    in_pool(pool, n_threads, _unembed, arguments)
 
 
 @njit(**INNER)
@@ -579,6 +589,7 @@ class CompiledStep:
         out = np.zeros_like(rows)
         self._team.run(
             _blocks,
+            _start_blocks,
             rows,
             self._addresses,
             self._like,
@@ -601,7 +612,9 @@ class CompiledStep:
         logits = np.empty((len(rows), len(self._table.weight)), f32)
         at, scales = _address(self._table.weight), _address(self._table.scale)
         widened = torch.empty(self.n_threads, TOKENS_AT_ONCE * rows.shape[1]).numpy()
-        self._team.run(_unembed, rows, at, scales, self._like, widened, logits)
+        self._team.run(
+            _unembed, _start_unembed, rows, at, scales, self._like, widened, logits
+        )
         return torch.from_numpy(logits).view(*x.shape[:-1], -1)
 
 

@@ -1,18 +1,25 @@
 """A team of threads that run one compiled function together, and the barrier they meet at.
 
-Python threads do for this what a thread library would: a compiled function gives up the interpreter
-lock, so they run at the same time, and nothing has to share a pool with torch's. Within one call
-they meet at a spin barrier, which costs a microsecond where waking a thread costs fifty.
+The threads are those of torch's own OpenMP pool, wherever it can be called (`find_pool`). Two pools
+would be in each other's way: after each operation torch's threads stay awake for some ten
+milliseconds, on cores that the other pool's then have to share. In one pool the next call finds
+them awake, which takes 2 microseconds where waking a thread takes 50.
+
+Where torch has another pool, and in a child after a fork, which keeps no threads, Python threads do
+the same: a compiled function gives up the interpreter lock, so they run at the same time.
 """
 
 from __future__ import annotations
 
+import ctypes
 import os
 import threading
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 from llvmlite import ir
 from numba import njit, types
 from numba.core import cgutils
@@ -75,41 +82,119 @@ def barrier(shared, n_threads):  # type: ignore[no-untyped-def]
     return True
 
 
+@intrinsic
+def in_pool(typingctx, pool, n_threads, function, arguments):  # type: ignore[no-untyped-def]
+    """Call function(thread, number of threads, *arguments) in `n_threads` threads of a pool.
+
+    There may come fewer. `function` is a compiled one, `arguments` a tuple that fits it as it is,
+    `pool` what `find_pool` returns.
+    """
+    kinds = (types.int64, types.int64, *arguments.types)
+    function.dispatcher.get_call_template(kinds, {})
+
+    def generate(context, builder, signature, args):  # type: ignore[no-untyped-def]
+        start, which, how_many = cgutils.unpack_tuple(builder, args[0])
+        number, byte = ir.IntType(64), ir.IntType(8).as_pointer()
+        # What the threads need lies on the stack of this function, which waits for them.
+        held = ir.LiteralStructType([number, number, args[3].type])
+        room = cgutils.alloca_once(builder, held)
+        for place, value in enumerate((which, how_many, args[3])):
+            builder.store(value, cgutils.gep_inbounds(builder, room, 0, place))
+
+        work_type = ir.FunctionType(ir.VoidType(), [byte])
+        work = ir.Function(builder.module, work_type, name=f"{builder.function.name}.work")
+        work.linkage = "internal"
+        inside = ir.IRBuilder(work.append_basic_block())
+        taken = inside.bitcast(work.args[0], held.as_pointer())
+        which, how_many, packed = (
+            inside.load(cgutils.gep_inbounds(inside, taken, 0, place)) for place in range(3)
+        )
+        ask = ir.FunctionType(ir.IntType(32), []).as_pointer()
+        said = [inside.call(inside.inttoptr(address, ask), []) for address in (which, how_many)]
+        values = [inside.sext(value, number) for value in said]
+        values += cgutils.unpack_tuple(inside, packed)
+        compiled = function.dispatcher.overloads[kinds]
+        context.active_code_library.add_linking_library(compiled.library)
+        context.call_conv.call_function(
+            inside,
+            context.declare_function(builder.module, compiled.fndesc),
+            compiled.signature.return_type,
+            kinds,
+            values,
+        )
+        inside.ret_void()
+
+        kind = ir.FunctionType(ir.VoidType(), [work.type, byte, ir.IntType(32), ir.IntType(32)])
+        n, no_flags = builder.trunc(args[1], ir.IntType(32)), ir.Constant(ir.IntType(32), 0)
+        begin = builder.inttoptr(start, kind.as_pointer())
+        builder.call(begin, [work, builder.bitcast(room, byte), n, no_flags])
+        return context.get_dummy_value()
+
+    return types.void(pool, types.int64, function, arguments), generate
+
+
+def find_pool() -> tuple[int, int, int] | None:
+    """The addresses of three functions of the OpenMP library that torch computes with.
+
+    They start a function in its threads, and tell a thread its number and how many there are. None
+    where torch is built on another library than GNU's or one that has its entry points.
+    """
+    for file in (Path(torch.__file__).parent / "lib").glob("libtorch_cpu.*"):
+        try:
+            library = ctypes.CDLL(str(file))  # looks into the libraries that this one needs, too
+            names = (library.GOMP_parallel, library.omp_get_thread_num, library.omp_get_num_threads)
+        except (OSError, AttributeError):
+            continue
+        start, which, how_many = (ctypes.cast(name, ctypes.c_void_p).value for name in names)
+        if start and which and how_many:
+            return start, which, how_many
+    return None
+
+
 class Team:
-    """`n_threads` threads, the caller's among them; the others start with the first call."""
+    """Up to `n_threads` threads, the caller's among them."""
 
     def __init__(self, n_threads: int) -> None:
         self.n_threads = n_threads
         self._lock = threading.Lock()
+        self._pool, self._pool_pid = find_pool(), os.getpid()
         self._pid = 0
         self._workers: list[_Worker] = []
 
-    def run(self, function: Callable[..., Any], *arguments: Any) -> None:
-        """Call function(thread, n_threads, shared, *arguments) in every thread; returns when all
-        have met.
+    def run(
+        self, function: Callable[..., Any], launch: Callable[..., Any], *arguments: Any
+    ) -> None:
+        """Call function(thread, n_threads, shared, *arguments) in every thread.
 
-        The function must end at a barrier. Calls from several Python threads take turns.
+        `launch(pool, n_threads, shared, *arguments)` is compiled, and does so by `in_pool`. Returns
+        when all are done; they must end at a barrier. Calls from several Python threads take turns.
         """
         with self._lock:
-            if (
-                self._pid != os.getpid()
-            ):  # the first call, or the first after a fork, which keeps no threads
-                self._workers = [_Worker(number) for number in range(1, self.n_threads)]
-                self._pid = os.getpid()
             shared = np.zeros(SHARED_SIZE, np.int64)
-            try:
-                for worker in self._workers:
-                    worker.start_job(function, (self.n_threads, shared, *arguments))
-                function(0, self.n_threads, shared, *arguments)
-            except BaseException:
-                # An interrupt, at any moment: let the others go home, wait for those that have
-                # begun, since they work on memory that the caller may free, and make new ones next
-                # time: one may have been taken and not been started.
-                shared[ABORTED] = 1
-                for worker in self._workers:
-                    worker.wait(WAIT)
-                self._pid = 0
-                raise
+            if self._pool is not None and self._pool_pid == os.getpid():
+                launch(self._pool, self.n_threads, shared, *arguments)
+            else:
+                self._run_in_own(function, shared, arguments)
+
+    def _run_in_own(
+        self, function: Callable[..., Any], shared: np.ndarray, arguments: tuple[Any, ...]
+    ) -> None:
+        if self._pid != os.getpid():  # the first call here
+            self._workers = [_Worker(number) for number in range(1, self.n_threads)]
+            self._pid = os.getpid()
+        try:
+            for worker in self._workers:
+                worker.start_job(function, (self.n_threads, shared, *arguments))
+            function(0, self.n_threads, shared, *arguments)
+        except BaseException:
+            # An interrupt, at any moment: let the others go home, wait for those that have begun,
+            # since they work on memory that the caller may free, and make new ones next time: one
+            # may have been taken and not been started.
+            shared[ABORTED] = 1
+            for worker in self._workers:
+                worker.wait(WAIT)
+            self._pid = 0
+            raise
 
 
 class _Worker:
