@@ -29,6 +29,19 @@ def causal_mask(n_query: int, n_key: int, device: torch.device | str = "cpu") ->
     return every.tril(n_key - n_query)
 
 
+def allowed_keys(
+    n_query: int, n_key: int, mask: Tensor | None, device: torch.device | str = "cpu"
+) -> Tensor:
+    """Where the last T of S tokens may look, broadcastable to (B, H, T, S), padding nowhere.
+
+    `mask` (B, S) is True for a token, False for padding; None means that there is no padding.
+    """
+    causal = causal_mask(n_query, n_key, device)
+    if mask is None:
+        return causal
+    return causal & mask[:, None, None, :] & mask[:, None, n_key - n_query :, None]
+
+
 def attention_scores(q: Tensor, k: Tensor, *, out: Tensor | None = None) -> Tensor:
     """(B, H, T, S) dot products of every query with every key."""
     return torch.matmul(q, k.transpose(-1, -2), out=out)

@@ -143,7 +143,8 @@ def _steps(
 @torch.no_grad()
 def _last_logits(model: GPT2, rows: Sequence[Sequence[int]], cache: KVCache) -> Tensor:
     """(B, V) logits after the last id of each row, on the CPU."""
-    return model.unembed(model.hidden(rows, cache=cache)[:, -1]).cpu()
+    decoding = cache.length > 0
+    return model.unembed(model.hidden(rows, cache=cache)[:, -1], decoding=decoding).cpu()
 
 
 def _continuations(

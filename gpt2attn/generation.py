@@ -361,6 +361,7 @@ class _Batch:
     def _last_logits(self, ids: Tensor) -> Tensor:
         """(B, V) logits after the last of `ids`; only that position is unembedded."""
         assert self._mask is not None
+        decoding = self._cache is not None and self._cache.length > 0
         needless = bool(self._mask.all()) and not (self._cache is not None and self._cache.padded)
         x = self.model.hidden(
             ids,
@@ -370,7 +371,7 @@ class _Batch:
         )
         # (B, C), not (B, 1, C): a strided batch of matrices is another product, slower and rounded
         # differently.
-        return self.model.unembed(x[:, -1]).cpu()
+        return self.model.unembed(x[:, -1], decoding=decoding).cpu()
 
 
 class _GuessedBatch(_Batch):
@@ -404,7 +405,7 @@ class _GuessedBatch(_Batch):
         room = self._cache.max_len - self._cache.length - 1
         self._guess, self._n_right = self._lookup.guess(room), 0
         x = self.model.hidden([[row.last_id, *self._guess]], cache=self._cache)
-        self._logits = self.model.unembed(x[0])
+        self._logits = self.model.unembed(x[0], decoding=True)
 
 
 def _advance(row: Row, logits: Tensor, stop_ids: frozenset[int]) -> None:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from .attention import AttentionSteps, attend, causal_mask
+from .attention import AttentionSteps, allowed_keys, attend, causal_mask
 from .cache import KVCache
 from .config import GPT2Config
 from .kernels import Linear, Table
@@ -23,7 +23,7 @@ from .kernels.activations import activation
 
 if TYPE_CHECKING:
     from .kernels.cuda import GraphStep
-    from .kernels.decode import CompiledStep
+    from .kernels.step import CompiledStep
 
 # observe(layer, steps) reads what a layer computed. Two attributes are looked at where they are
 # there: `layers`, which it wants, and `room(layer, shape)`, memory for the weights of a layer, or
@@ -178,9 +178,9 @@ class GPT2(nn.Module):
         Raises ValueError, before any compute, for ids outside the vocabulary, a mask that does not
         fit, or more tokens than the context or the cache has room for.
         """
-        return self.unembed(
-            self.hidden(ids, cache=cache, attention_mask=attention_mask, observe=observe, edit=edit)
-        )
+        decoding = cache is not None and cache.length > 0
+        x = self.hidden(ids, cache=cache, attention_mask=attention_mask, observe=observe, edit=edit)
+        return self.unembed(x, decoding=decoding)
 
     def hidden(
         self,
@@ -199,9 +199,9 @@ class GPT2(nn.Module):
             cache.check_room(B, T)
         mask = self._mask(attention_mask, B, past + T, cache)
         x = self.wte(ids) + self.wpe(self._positions(mask, T, past))
-        step = self.compiled if observe is None and edit is None else None
-        if step is not None and cache is not None and step.takes(x):
-            x = step.blocks(x, cache, mask)
+        step = self.compiled if edit is None else None
+        if step is not None and step.takes(x, cache, observe):
+            x = step.blocks(x, cache, mask, observe)
         else:
             allowed = self._allowed(mask, T, past)
             wanted = getattr(observe, "layers", None)
@@ -212,11 +212,15 @@ class GPT2(nn.Module):
             cache.advance(T)
         return self.ln_f(x)
 
-    def unembed(self, x: Tensor) -> Tensor:
-        """Logits (..., V) of (..., C): a product with the embedding table, unless untied."""
-        if self.compiled is not None and self.compiled.takes(x):
-            return self.compiled.unembed(x)
-        return self.table.scores(x)
+    def unembed(self, x: Tensor, *, decoding: bool = False) -> Tensor:
+        """Logits (..., V) of (..., C): a product with the embedding table, unless untied.
+
+        `decoding` says that x comes from a pass over a few tokens after cached ones, whose logits
+        the compiled step computes, too.
+        """
+        step = self.compiled
+        logits = None if step is None else step.unembed(x, decoding=decoding)
+        return self.table.scores(x) if logits is None else logits
 
     def _mask(
         self, attention_mask: Tensor | None, B: int, S: int, cache: KVCache | None
@@ -248,10 +252,9 @@ class GPT2(nn.Module):
         None means causal with nothing cached, which the kernels do by themselves, or one query,
         which may look at everything.
         """
-        if mask is None:
-            return None if T == 1 or past == 0 else causal_mask(T, past + T, self.device)
-        causal = causal_mask(T, past + T, self.device)
-        return causal & mask[:, None, None, :] & mask[:, None, past:, None]
+        if mask is None and (T == 1 or past == 0):
+            return None
+        return allowed_keys(T, past + T, mask, self.device)
 
     def _check_length(self, n_tokens: int, n_new: int, past: int) -> None:
         limit = self.config.n_positions

@@ -9,11 +9,12 @@ import pytest
 import torch
 from checkpoints import TINY, write_checkpoint
 
-from gpt2attn import KVCache, generate, load_model, save_model
+from gpt2attn import KVCache, attention_maps, generate, load_model, save_model
 from gpt2attn.generation import Row, decode
-from gpt2attn.kernels import use_kernels
-from gpt2attn.kernels.decode import MAX_ROWS, MAX_ROWS_WIDENED
+from gpt2attn.kernels import products, use_kernels
 from gpt2attn.kernels.formats import GROUP, STORED, quantize, widen
+from gpt2attn.kernels.step import MAX_ROWS, MAX_ROWS_WIDENED, MIN_PREFILL
+from gpt2attn.kernels.team import find_pool
 from gpt2attn.sampling import Sampling
 
 # Other sums of float32 numbers; transformers' own distance from float64 here is about 4e-6.
@@ -138,12 +139,181 @@ def test_who_looks_or_edits_gets_torchs_products(tiny_folder, arguments):
     torch.testing.assert_close(*results, **CLOSE)
 
 
-def test_larger_passes_run_on_torch(tiny_folder):
+def test_larger_passes_and_first_ones_run_on_torch(tiny_folder):
     torch_model, fast = both(tiny_folder)
-    fast.compiled.blocks = fast.compiled.unembed = None
+    fast.compiled.blocks = None  # a call would raise
     ids = random_ids(2, MAX_ROWS // 2 + 1)
     results = [model(ids, cache=KVCache.for_model(model, 2)) for model in (torch_model, fast)]
     torch.testing.assert_close(*results, **CLOSE)
+
+
+class TestPrefill:
+    """Passes over many tokens: torch's products with compiled code between them."""
+
+    # Heads of 16, 48 and 64 numbers: one vector, some with a remainder, whole ones.
+    SIZES = pytest.mark.parametrize(
+        "sizes", [{}, {"n_embd": 96, "n_head": 2, "n_inner": 37}, {"n_embd": 128, "n_head": 2}]
+    )
+    N = 150
+
+    @staticmethod
+    def folder(path, settings=None):
+        return write_checkpoint(
+            path, {"n_positions": 256, "n_embd": 64, "n_layer": 2, **(settings or {})}
+        )
+
+    @staticmethod
+    def without_torch(model):
+        """The model, whose blocks would raise if they were called one by one."""
+        assert TestPrefill.N >= MIN_PREFILL
+        for block in model.h:
+            block.forward = None
+        return model
+
+    @staticmethod
+    def assert_as_exact(got, by_torch, exact):
+        """No farther from float64 than twice torch's own distance, as wide weights have it."""
+        distances = [float((x.double() - exact).abs().max()) for x in (got, by_torch)]
+        assert distances[0] <= 2 * distances[1]
+
+    def three(self, folder, n_threads=2):
+        return (*both(folder, n_threads), load_model(folder, dtype=torch.float64))
+
+    @SIZES
+    @pytest.mark.parametrize("n_threads", [1, 2, 3])
+    def test_prompts_with_and_without_a_cache(self, tmp_path, sizes, n_threads):
+        torch_model, fast, exact = self.three(self.folder(tmp_path, sizes), n_threads)
+        ids = random_ids(2, self.N + 8)
+        self.assert_as_exact(fast(ids), torch_model(ids), exact(ids))
+        for parts in ([self.N, 8], [3, self.N + 5], [70, 80, 8]):
+            results = [run(model, ids.split(parts, dim=1)) for model in (fast, torch_model, exact)]
+            self.assert_as_exact(*(logits for logits, _ in results))
+            for name in ("keys", "values"):
+                self.assert_as_exact(
+                    *(getattr(cache, name)[:, :, :, : cache.length] for _, cache in results)
+                )
+
+    @pytest.mark.parametrize(
+        "settings",
+        [
+            {"scale_attn_weights": False},
+            {"scale_attn_by_inverse_layer_idx": True},
+            {"reorder_and_upcast_attn": True},
+            {"activation_function": "gelu_pytorch_tanh"},
+            {"layer_norm_epsilon": 1e-2},
+            {"tie_word_embeddings": False},
+        ],
+    )
+    def test_every_setting_reaches_it(self, tmp_path, settings):
+        torch_model, fast, exact = self.three(self.folder(tmp_path, settings))
+        ids = random_ids(1, 256)
+        self.assert_as_exact(self.without_torch(fast)(ids), torch_model(ids), exact(ids))
+
+    def test_padding_is_left_out(self, tmp_path):
+        models = self.three(self.folder(tmp_path))
+        ids, mask = random_ids(3, self.N + 9), torch.ones(3, self.N + 9, dtype=torch.long)
+        mask[0, :40] = mask[2, :1] = mask[1, self.N :] = 0
+        for parts in ([self.N + 9], [self.N, 9], [50, self.N - 41]):
+            torch_logits, logits, exact = (
+                run(model, ids.split(parts, dim=1), mask)[0] for model in models
+            )
+            real = mask.bool()
+            self.assert_as_exact(logits[real], torch_logits[real], exact[real])
+            assert logits.isfinite().all()
+
+    @SIZES
+    def test_what_an_observer_sees(self, tmp_path, sizes):
+        models = self.three(self.folder(tmp_path, sizes))
+        self.without_torch(models[1])
+        ids, mask = random_ids(2, self.N), torch.ones(2, self.N, dtype=torch.long)
+        mask[0, :30] = 0
+        for padding in (None, mask):
+            seen = [[], [], []]
+            for model, steps in zip(models, seen, strict=True):
+                model(ids, attention_mask=padding, observe=lambda _, s, kept=steps: kept.append(s))
+            for a, b, exact in zip(*seen, strict=True):
+                assert (a.upcast, a.scale) == (b.upcast, b.scale)
+                real = torch.ones(2, 1, self.N, 1) if padding is None else mask[:, None, :, None]
+                for name in ("q", "k", "v", "output", "weights", "scores", "scaled"):
+                    self.assert_as_exact(*(getattr(s, name) * real for s in (b, a, exact)))
+                assert torch.equal(b.masked == -torch.inf, a.masked == -torch.inf)
+                assert torch.equal(b.weights == 0, b.masked == -torch.inf)
+
+    def test_maps_of_all_and_of_some_layers(self, tmp_path):
+        torch_model, fast, exact = self.three(self.folder(tmp_path, {"n_layer": 3}))
+        self.without_torch(fast)
+        ids, cut = random_ids(2, self.N), torch.ones(2, self.N, dtype=torch.long)
+        cut[1, :20] = 0
+        for arguments in ({}, {"layers": [1]}, {"heads": [2, 0]}, {"attention_mask": cut}):
+            maps = [
+                attention_maps(model, ids, **arguments).weights
+                for model in (fast, torch_model, exact)
+            ]
+            self.assert_as_exact(*maps)
+            assert torch.equal(maps[0].triu(1), torch.zeros_like(maps[0]))
+        assert torch.equal(maps[0][:, 1, :, :20], torch.zeros_like(maps[0][:, 1, :, :20]))
+        assert torch.equal(maps[0][:, 1, :, :, :20], torch.zeros_like(maps[0][:, 1, :, :, :20]))
+
+    @pytest.mark.parametrize("dtype", STORED)
+    def test_narrow_weights(self, tmp_path, dtype):
+        folder = self.folder(tmp_path)
+        expected = TestFormats.widened(folder, dtype)
+        fast = self.without_torch(load_model(folder, kernels="auto", dtype=dtype))
+        torch.testing.assert_close(fast(random_ids(1, 200)), expected(random_ids(1, 200)), **CLOSE)
+
+    @pytest.mark.skipif(
+        not torch.backends.mkldnn.is_available(), reason="this torch is built without oneDNN"
+    )
+    def test_products_by_the_other_library(self, tmp_path, monkeypatch):
+        # c_fc's rows are whole pages apart, as those of GPT-2 small and medium are.
+        torch_model, fast, exact = self.three(self.folder(tmp_path, {"n_inner": 1024}))
+        monkeypatch.setattr(products, "by_onednn", lambda: True)
+        ids = random_ids(1, 200)
+        self.assert_as_exact(self.without_torch(fast)(ids), torch_model(ids), exact(ids))
+
+    def test_a_gradient_goes_through_torchs_operations(self, tmp_path):
+        torch_model, fast = both(self.folder(tmp_path))
+        gradients = []
+        for model in (torch_model, fast):
+            model.requires_grad_(True)
+            model(random_ids(1, self.N)).square().sum().backward()
+            gradients.append(model.h[0].mlp.c_fc.weight.grad)
+        torch.testing.assert_close(*gradients, rtol=1e-3, atol=1e-3)
+
+
+class TestCompiling:
+    """What keeps compiled code on disk may fail; the code runs all the same."""
+
+    PROGRAM = """
+import sys, torch
+from gpt2attn import generate, load_model
+model = load_model(sys.argv[1], kernels="auto")
+print(model.compiled is not None, list(generate(model, [1, 2], 8, temperature=0)))
+"""
+
+    def run(self, folder, **environment):
+        return subprocess.run(
+            [sys.executable, "-W", "error", "-c", self.PROGRAM, str(folder)],
+            capture_output=True,
+            text=True,
+            env={**os.environ, **environment},
+        )
+
+    def test_damaged_and_unwritable_files_cost_only_time(self, tmp_path, tiny_folder):
+        kept = tmp_path / "kept"
+        first = self.run(tiny_folder, NUMBA_CACHE_DIR=str(kept))
+        assert first.stdout.startswith("True ["), first.stderr
+        files = [file for file in kept.rglob("*") if file.suffix in (".nbi", ".nbc")]
+        assert files
+        for number, file in enumerate(files):
+            file.write_bytes([b"", b"\x80garbage", file.read_bytes()[:-40]][number % 3])
+        again = self.run(tiny_folder, NUMBA_CACHE_DIR=str(kept))
+        assert (again.stdout, again.stderr) == (first.stdout, "")
+        assert all(file.stat().st_size > 50 for file in files if file.suffix == ".nbi")
+        blocked = tmp_path / "a file"
+        blocked.write_text("")
+        without = self.run(tiny_folder, NUMBA_CACHE_DIR=str(blocked))
+        assert (without.stdout, without.stderr) == (first.stdout, "")
 
 
 class TestFormats:
@@ -263,6 +433,20 @@ class TestWhereItDoesNotFit:
 
 
 class TestThreads:
+    @pytest.mark.parametrize("n_threads", [1, 2, 3])
+    def test_threads_of_its_own_where_torchs_pool_cannot_be_called(self, tmp_path, n_threads):
+        folder = TestPrefill.folder(tmp_path)
+        torch_model, fast = both(folder, n_threads)
+        fast.compiled._decode.team._pool = None
+        chunks = random_ids(1, 160).split([150, 1, 9], dim=1)
+        torch.testing.assert_close(run(fast, chunks)[0], run(torch_model, chunks)[0], **CLOSE)
+        workers = fast.compiled._decode.team._workers
+        assert len(workers) == min(n_threads, TINY["n_head"]) - 1
+
+    def test_torchs_pool_is_found_on_linux(self):
+        if sys.platform == "linux":
+            assert find_pool() is not None
+
     def test_several_threads_share_one_model(self, tiny_folder):
         _, fast = both(tiny_folder)
         inputs = [random_ids(1, 9, seed=seed).split([3, 1, 5], dim=1) for seed in range(6)]
@@ -300,7 +484,7 @@ print(os.wait()[1], list(generate(model, [1, 2], 8, temperature=0)) == expected)
     def test_an_interrupt_sends_the_other_threads_home(self, tiny_folder):
         _, fast = both(tiny_folder)
         expected = list(generate(fast, [1, 2], 8, temperature=0))
-        team = fast.compiled._team
+        team = fast.compiled._decode.team
 
         def interrupted(thread, n_threads, shared, *_):
             from gpt2attn.kernels.team import barrier
@@ -309,7 +493,7 @@ print(os.wait()[1], list(generate(model, [1, 2], 8, temperature=0)) == expected)
                 raise KeyboardInterrupt
             barrier(shared, n_threads)
 
+        team._pool = None  # in torch's pool nothing of Python runs that could be interrupted
         with pytest.raises(KeyboardInterrupt):
-            team._pool = None  # in torch's pool nothing of Python runs that could be interrupted
             team.run(interrupted, None)
         assert list(generate(fast, [1, 2], 8, temperature=0)) == expected

@@ -1,17 +1,19 @@
 """The layers of GPT-2 that hold its weights, and fast forms of what a run spends its time on.
 
 `torch` is the reference: every operation is torch's, in transformers' order, bit for bit. `auto`
-takes the fused GELU, and adds a compiled step for the few rows of a decoding pass: with numba on
-the CPU, as a graph on CUDA. Prompts, and every layer that somebody observes or edits, still run on
-torch's products.
+takes the fused GELU, and adds a compiled step: on the CPU with numba, for the few rows of a
+decoding pass and for what is between the products of a long prompt; on CUDA as a graph, for
+decoding. What somebody edits, and a short prompt, run on torch's operations.
 """
 
 from __future__ import annotations
 
+from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
 from .activations import activation
 from .linear import Linear, Table
+from .step import CompiledStep, unfit
 
 if TYPE_CHECKING:
     from ..model import GPT2
@@ -38,9 +40,7 @@ def use_kernels(model: GPT2, name: str) -> str:
 
         model.compiled = GraphStep(model)
         return "CUDA graphs"
-    try:
-        from .decode import CompiledStep, unfit
-    except ImportError:
+    if find_spec("numba") is None:
         return "torch (numba is not installed)"
     if reason := unfit(model):
         return f"torch ({reason})"

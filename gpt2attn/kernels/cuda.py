@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from ..cache import KVCache
-    from ..model import GPT2, Block
+    from ..model import GPT2, Block, Observer
 
 # Steps over one cache before its graph is captured: a short text is over before a capture, of some
 # 20 ms, has paid for itself, and what a library sets up at its first call must not be captured.
@@ -34,16 +34,19 @@ class GraphStep:
     """
 
     def __init__(self, model: GPT2) -> None:
-        self._blocks, self._table = list(model.h), model.table
+        self._blocks = list(model.h)
         self._steps: WeakKeyDictionary[KVCache, _CacheStep] = WeakKeyDictionary()
         self._lock = threading.Lock()
 
-    def takes(self, x: Tensor) -> bool:
-        """Whether `x` (B, T, C) is one new token a row, and no gradient is wanted."""
-        return x.dim() == 3 and x.shape[1] == 1 and not x.requires_grad
+    def takes(self, x: Tensor, cache: KVCache | None, observe: Observer | None) -> bool:
+        """Whether `x` (B, T, C) is one new token a row that nobody observes, without a gradient."""
+        unobserved = cache is not None and observe is None
+        return unobserved and x.shape[1] == 1 and not x.requires_grad
 
     @torch.no_grad()
-    def blocks(self, x: Tensor, cache: KVCache, mask: Tensor | None) -> Tensor:
+    def blocks(
+        self, x: Tensor, cache: KVCache, mask: Tensor | None, observe: None = None
+    ) -> Tensor:
         """All blocks for one new token `x` (B, 1, C); stores its keys and values in `cache`.
 
         `mask` (B, cached + 1) is False at padding. Does not advance the cache, which the model
@@ -54,9 +57,8 @@ class GraphStep:
                 self._steps[cache] = _CacheStep(self._blocks, cache, x)
             return self._steps[cache].run(x, cache.length, mask)
 
-    def unembed(self, x: Tensor) -> Tensor:
-        """Logits (..., V) of `x` (..., C): one product, which a graph would not make faster."""
-        return self._table.scores(x)
+    def unembed(self, x: Tensor, *, decoding: bool) -> None:
+        """Left to torch: it is one product, which a graph would not make faster."""
 
 
 class _CacheStep:

@@ -11,22 +11,19 @@ whatever the number of rows, so a token gets the same logits alone and beside ot
 
 from __future__ import annotations
 
-import math
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import torch
-from numba import carray, njit
 from torch import Tensor
 
-from .activations import TANH_GELUS
+from .compiling import compiled
 from .formats import GROUP
+from .rows import FLOATS, ZERO, f32, gelu, layer_norm, share, softmax, vector
 from .simd import (
     FORMATS,
     LANES,
     add,
-    as_float,
-    floats_at,
     is_scaled,
     load,
     load_one,
@@ -38,34 +35,19 @@ from .simd import (
     store_one,
     total,
 )
+from .step import ROWS_AT_ONCE
 from .team import Team, barrier, in_pool
 
 if TYPE_CHECKING:
     from ..cache import KVCache
-    from ..model import GPT2, Block
+    from .step import Weights
 
-# Beyond so many rows torch's products are the faster ones: those of float32 weights soon, those of
-# others late, since they are widened first.
-MAX_ROWS, MAX_ROWS_WIDENED = 16, 64
-ROWS_AT_ONCE = 8  # of a matrix: as many streams as the hardware follows well
+
 LINE = 64  # bytes of a cache line
 SUMS_IN_L1 = 4096  # floats
 TOKENS_AT_ONCE = 4  # of the vocabulary
-# Compiled code may divide by 0 as the machine does, and sets up no exception for it.
-COMPILED = {"nogil": True, "cache": True, "error_model": "numpy"}
-# For what only compiled code calls.
-INNER = {**COMPILED, "no_cpython_wrapper": True, "no_cfunc_wrapper": True}
-# Summing in any order lets the compiler use whole vector registers.
-FAST = {"reassoc", "contract", "nsz", "arcp"}
-EXACT = {"contract"}
 
-f32 = np.float32
 NO_MASK = np.empty((0, 0), np.bool_)
-FLOATS = FORMATS[torch.float32]
-ZERO = f32(0.0)
-NEAREST = f32(12582912.0)  # 1.5 * 2 ** 23: added and taken away, it rounds to a whole number
-LOG2_E, LN_2_HIGH, LN_2_LOW = f32(1.44269504), f32(0.693359375), f32(-2.12194440e-4)
-GELU_SLOPE, GELU_CUBE = f32(-2 * math.sqrt(2 / math.pi)), f32(0.044715)
 
 
 class Matrix(NamedTuple):
@@ -78,58 +60,7 @@ class Matrix(NamedTuple):
     group: int
 
 
-@njit(**INNER, fastmath=EXACT)
-def _exp(x):  # type: ignore[no-untyped-def]
-    """exp in float32 to about 1e-7, in steps that vectorise (Cephes' reduction and series)."""
-    x = min(max(x, f32(-87.0)), f32(88.0))
-    n = (x * LOG2_E + NEAREST) - NEAREST
-    r = x - n * LN_2_HIGH - n * LN_2_LOW
-    p = f32(1.9875691500e-4)
-    p = p * r + f32(1.3981999507e-3)
-    p = p * r + f32(8.3334519073e-3)
-    p = p * r + f32(4.1665795894e-2)
-    p = p * r + f32(1.6666665459e-1)
-    p = p * r + f32(5.0000001201e-1)
-    p = p * r * r + r + f32(1.0)
-    return p * as_float(np.int32((np.int32(n) + np.int32(127)) << np.int32(23)))
-
-
-@njit(**INNER, fastmath=FAST)
-def _layer_norm(x, weight, bias, epsilon, out):  # type: ignore[no-untyped-def]
-    stay_apart()
-    rows, width = x.shape
-    for r in range(rows):
-        sum_of = ZERO
-        for i in range(width):
-            sum_of += x[r, i]
-        mean = sum_of / f32(width)
-        squares = ZERO
-        for i in range(width):
-            squares += (x[r, i] - mean) * (x[r, i] - mean)
-        inverse = f32(1.0) / np.sqrt(squares / f32(width) + epsilon)
-        for i in range(width):
-            out[r, i] = (x[r, i] - mean) * inverse * weight[i] + bias[i]
-
-
-@njit(**INNER, fastmath=FAST)
-def _gelu(x):  # type: ignore[no-untyped-def]
-    """GPT-2's GELU in place: 0.5 x (1 + tanh(y)) is x / (1 + exp(-2 y))."""
-    rows, width = x.shape
-    for r in range(rows):
-        for i in range(width):
-            v = x[r, i]
-            x[r, i] = v / (f32(1.0) + _exp(GELU_SLOPE * (v + GELU_CUBE * v * v * v)))
-
-
-@njit(**INNER)
-def _share(n, unit, thread, n_threads):  # type: ignore[no-untyped-def]
-    """A thread's range of `n`, in whole units; the last thread's takes what is over."""
-    units = n // unit
-    low = units * thread // n_threads * unit
-    return low, n if thread == n_threads - 1 else units * (thread + 1) // n_threads * unit
-
-
-@njit(**INNER)
+@compiled(inner=True)
 def _multiply(x, x_low, matrix, low, high, like, out):  # type: ignore[no-untyped-def]
     """out (rows, width) = columns of x from x_low on times the rows low to high of the matrix."""
     stay_apart()
@@ -155,7 +86,7 @@ def _multiply(x, x_low, matrix, low, high, like, out):  # type: ignore[no-untype
     _one_by_one(x, x_low, matrix, whole, high, low, 0, matrix.width, like, out)
 
 
-@njit(**INNER)
+@compiled(inner=True)
 def _add_eight(x, weights, step, scales, n, like, sums):  # type: ignore[no-untyped-def]
     """sums (n) += eight numbers at x times eight rows of n weights, all by address.
 
@@ -187,7 +118,7 @@ def _add_eight(x, weights, step, scales, n, like, sums):  # type: ignore[no-unty
         p += LANES * like.itemsize
 
 
-@njit(**INNER)
+@compiled(inner=True)
 def _add_eight_to_all(x, x_step, rows, weights, step, scales, n, like, sums, sums_step):  # type: ignore[no-untyped-def]
     """What `_add_eight` does, in its order, for several rows of x and of sums.
 
@@ -222,7 +153,7 @@ def _add_eight_to_all(x, x_step, rows, weights, step, scales, n, like, sums, sum
         p += LANES * like.itemsize
 
 
-@njit(**INNER)
+@compiled(inner=True)
 def _one_by_one(x, x_low, matrix, low, high, first, left, right, like, out):  # type: ignore[no-untyped-def]
     """What is left over of a product: the rows low to high, columns left to right of the matrix.
 
@@ -244,7 +175,7 @@ def _one_by_one(x, x_low, matrix, low, high, first, left, right, like, out):  # 
 # than all the rest.
 
 
-@njit(**INNER)
+@compiled(inner=True)
 def _fill(rows, width, number):  # type: ignore[no-untyped-def]
     """rows (n, at least width) = number, in the first `width` columns."""
     for r in range(rows.shape[0]):
@@ -252,7 +183,7 @@ def _fill(rows, width, number):  # type: ignore[no-untyped-def]
             rows[r, i] = number
 
 
-@njit(**INNER)
+@compiled(inner=True)
 def _add_to(x, more):  # type: ignore[no-untyped-def]
     """x += more (rows, C)."""
     for r in range(x.shape[0]):
@@ -260,7 +191,7 @@ def _add_to(x, more):  # type: ignore[no-untyped-def]
             x[r, i] += more[r, i]
 
 
-@njit(**INNER)
+@compiled(inner=True)
 def _sum_shares(shares, low, high, bias, out):  # type: ignore[no-untyped-def]
     """out (rows, high - low) = bias + the sum of all threads' shares, columns low to high."""
     stay_apart()
@@ -272,7 +203,7 @@ def _sum_shares(shares, low, high, bias, out):  # type: ignore[no-untyped-def]
                 out[r, j - low] += shares[thread, r, j]
 
 
-@njit(**INNER)
+@compiled(inner=True)
 def _dot(a, b, n):  # type: ignore[no-untyped-def]
     """The dot product of n float32 numbers at each of two addresses."""
     whole = n // LANES * LANES
@@ -285,7 +216,7 @@ def _dot(a, b, n):  # type: ignore[no-untyped-def]
     return sum_of
 
 
-@njit(**INNER)
+@compiled(inner=True)
 def _mix(weights, values, n_keys, width, out):  # type: ignore[no-untyped-def]
     """out (width) = weights times the first n_keys rows of values (keys, width), by address."""
     step = 4 * width
@@ -311,26 +242,13 @@ def _mix(weights, values, n_keys, width, out):  # type: ignore[no-untyped-def]
             out[i] += load_one(weights + 4 * key, FLOATS) * load_one(p, FLOATS)
 
 
-@njit(**INNER, fastmath=FAST)
+@compiled(inner=True)
 def _attend(q, keys, values, n_keys, mask, scale, weights, out):  # type: ignore[no-untyped-def]
     """out = softmax(scale q keys^T) values, over the first n_keys keys that `mask` allows."""
     width = q.size
-    best = f32(-3.0e38)
     for s in range(n_keys):
         weights[s] = _dot(q.ctypes.data, keys.ctypes.data + 4 * width * s, width) * scale
-        if mask.size == 0 or mask[s]:
-            best = max(best, weights[s])
-    sum_of = ZERO
-    for s in range(n_keys):
-        weights[s] = _exp(min(weights[s] - best, ZERO))
-    for s in range(n_keys):
-        if mask.size and not mask[s]:
-            weights[s] = ZERO
-        sum_of += weights[s]
-    # A query that is padding itself may see nothing; its weights are then all 0.
-    inverse = f32(1.0) / sum_of if sum_of > ZERO else ZERO
-    for s in range(n_keys):
-        weights[s] *= inverse
+    softmax(weights, n_keys, mask)
     _mix(weights.ctypes.data, values.ctypes.data, n_keys, width, out)
 
 
@@ -340,18 +258,13 @@ LN_1_WEIGHT, LN_1_BIAS, ATTN_BIAS, PROJ_BIAS, LN_2_WEIGHT, LN_2_BIAS, FC_BIAS, D
 ATTN, PROJ, FC, DOWN = range(8, 16, 2)
 
 
-@njit(**INNER)
-def _vector(address, n):  # type: ignore[no-untyped-def]
-    return carray(floats_at(address), n)
-
-
-@njit(**INNER)
+@compiled(inner=True)
 def _matrix(addresses, which, n_in, width):  # type: ignore[no-untyped-def]
     group = GROUP if n_in % GROUP == 0 else n_in
     return Matrix(addresses[which], n_in, width, addresses[which + 1], group)
 
 
-@njit(**COMPILED)
+@compiled()
 def _blocks(
     thread, n_threads, shared,
     x_in, addresses, like, scales, keys, values, past, mask, epsilon, inner, wide, narrow, x_out,
@@ -364,9 +277,9 @@ def _blocks(
     """
     n_rows, width = x_in.shape
     _, n_text, n_head, _, size = keys.shape
-    head_low, head_high = _share(n_head, 1, thread, n_threads)
-    low, high = _share(width, ROWS_AT_ONCE, thread, n_threads)
-    unit_low, unit_high = _share(inner, ROWS_AT_ONCE, thread, n_threads)
+    head_low, head_high = share(n_head, 1, thread, n_threads)
+    low, high = share(width, ROWS_AT_ONCE, thread, n_threads)
+    unit_low, unit_high = share(inner, ROWS_AT_ONCE, thread, n_threads)
     own_low, own_high = head_low * size, head_high * size
     x, h = np.empty((n_rows, width), f32), np.empty((n_rows, width), f32)
     _fill(x, width, ZERO)
@@ -374,15 +287,15 @@ def _blocks(
     qkv = np.empty((3, n_rows, own_high - own_low), f32)
     mixed = np.empty((n_rows, own_high - own_low), f32)
     units = np.empty((n_rows, unit_high - unit_low), f32)
-    weights = np.empty(past + n_rows // n_text, f32)
+    weights = np.empty(past + n_rows // n_text + LANES, f32)
     zero = np.int64(0)  # a plain 0 would be a type of its own, and a function more to compile
     for layer in range(addresses.shape[0]):
         at = addresses[layer]
-        _layer_norm(x, _vector(at[LN_1_WEIGHT], width), _vector(at[LN_1_BIAS], width), epsilon, h)
+        layer_norm(x, vector(at[LN_1_WEIGHT], width), vector(at[LN_1_BIAS], width), epsilon, h)
         _multiply(h, low, _matrix(at, ATTN, width, 3 * width), low, high, like, wide[thread])
         if not barrier(shared, n_threads):
             return
-        bias = _vector(at[ATTN_BIAS], 3 * width)
+        bias = vector(at[ATTN_BIAS], 3 * width)
         for part in range(3):
             start = part * width
             _sum_shares(wide, start + own_low, start + own_high, bias, qkv[part])
@@ -392,19 +305,19 @@ def _blocks(
         _multiply(mixed, zero, matrix, own_low, own_high, like, narrow[thread])
         if not barrier(shared, n_threads):
             return
-        _sum_shares(narrow, 0, width, _vector(at[PROJ_BIAS], width), h)
+        _sum_shares(narrow, 0, width, vector(at[PROJ_BIAS], width), h)
         _add_to(x, h)
-        _layer_norm(x, _vector(at[LN_2_WEIGHT], width), _vector(at[LN_2_BIAS], width), epsilon, h)
+        layer_norm(x, vector(at[LN_2_WEIGHT], width), vector(at[LN_2_BIAS], width), epsilon, h)
         _multiply(h, low, _matrix(at, FC, width, inner), low, high, like, wide[thread])
         if not barrier(shared, n_threads):
             return
-        _sum_shares(wide, unit_low, unit_high, _vector(at[FC_BIAS], inner), units)
-        _gelu(units)
+        _sum_shares(wide, unit_low, unit_high, vector(at[FC_BIAS], inner), units)
+        gelu(units)
         matrix = _matrix(at, DOWN, inner, width)
         _multiply(units, zero, matrix, unit_low, unit_high, like, narrow[thread])
         if not barrier(shared, n_threads):
             return
-        _sum_shares(narrow, 0, width, _vector(at[DOWN_BIAS], width), h)
+        _sum_shares(narrow, 0, width, vector(at[DOWN_BIAS], width), h)
         _add_to(x, h)
     if thread == 0:
         _add_to(x_out, x)
@@ -412,12 +325,12 @@ def _blocks(
     barrier(shared, n_threads)
 
 
-@njit(**COMPILED)
+@compiled()
 def _start_blocks(pool, n_threads, *arguments):  # type: ignore[no-untyped-def]
     in_pool(pool, n_threads, _blocks, arguments)
 
 
-@njit(**INNER)
+@compiled(inner=True)
 def _attention(qkv, keys, values, head_low, past, mask, scale, weights, mixed):  # type: ignore[no-untyped-def]
     """Store the new keys and values (B, H, max_len, D) of one thread's heads and mix their outputs.
 
@@ -439,7 +352,7 @@ def _attention(qkv, keys, values, head_low, past, mask, scale, weights, mixed): 
                     scale, weights, mixed[row, low : low + size])  # fmt: skip
 
 
-@njit(**COMPILED)
+@compiled()
 def _unembed(thread, n_threads, shared, x, table_at, table_scales, like, widened, logits):  # type: ignore[no-untyped-def]
     """logits (rows, V) = x (rows, C) table^T, each thread a range of the vocabulary.
 
@@ -450,7 +363,7 @@ def _unembed(thread, n_threads, shared, x, table_at, table_scales, like, widened
     rows, width = x.shape
     size = like.itemsize
     group = GROUP if width % GROUP == 0 else width
-    low, high = _share(logits.shape[1], 1, thread, n_threads)
+    low, high = share(logits.shape[1], 1, thread, n_threads)
     copy = widened.ctypes.data + thread * 4 * TOKENS_AT_ONCE * width
     first = low
     while first < high:
@@ -476,12 +389,12 @@ def _unembed(thread, n_threads, shared, x, table_at, table_scales, like, widened
     barrier(shared, n_threads)
 
 
-@njit(**COMPILED)
+@compiled()
 def _start_unembed(pool, n_threads, *arguments):  # type: ignore[no-untyped-def]
     in_pool(pool, n_threads, _unembed, arguments)
 
 
-@njit(**INNER)
+@compiled(inner=True)
 def _widen(weights, step, n, like, copy):  # type: ignore[no-untyped-def]
     """Four rows of n weights as float32, each vector in one cache line, once for several rows of x.
 
@@ -497,7 +410,7 @@ def _widen(weights, step, n, like, copy):  # type: ignore[no-untyped-def]
             store_one(q + 4 * i, load_one(p + i * like.itemsize, like))
 
 
-@njit(**INNER)
+@compiled(inner=True)
 def _four_scores(x, rows, step, scales, scales_step, group, n, numbers, like, fetch):  # type: ignore[no-untyped-def]
     """The dot products of n numbers at x with four rows of n weights, all by address.
 
@@ -538,7 +451,7 @@ def _four_scores(x, rows, step, scales, scales_step, group, n, numbers, like, fe
     )
 
 
-@njit(**INNER)
+@compiled(inner=True)
 def _rest(x, row, scales, group, n, numbers, like):  # type: ignore[no-untyped-def]
     """The part of a dot product that is left over beyond the last whole block."""
     sum_of = ZERO
@@ -550,32 +463,15 @@ def _rest(x, row, scales, group, n, numbers, like):  # type: ignore[no-untyped-d
     return sum_of
 
 
-class CompiledStep:
-    """The compiled decode step of one model, over the model's own weights and a caller's cache.
+class DecodeStep:
+    """The compiled decode step of one model, over the model's own weights and a caller's cache."""
 
-    The addresses of the weights are taken once, here: weights may be changed in place later, but
-    not be exchanged for others (`GPT2` drops its step when it is moved or cast).
-    """
-
-    takes_guesses = True  # a token gets the same logits alone and beside others
-
-    def __init__(self, model: GPT2) -> None:
-        config = model.config
-        self.n_threads = min(torch.get_num_threads(), config.n_head)
-        self._team = Team(self.n_threads)
-        self._weights = [_block_weights(block) for block in model.h]  # keeps the memory alive
-        self._addresses = np.array([[_address(w) for w in block] for block in self._weights])
-        self._table = model.table
-        self._like = FORMATS[model.table.weight.dtype]
-        self._max_rows = MAX_ROWS if self._like is FLOATS else MAX_ROWS_WIDENED
-        self._scales = np.array([block.attn.scale for block in model.h], f32)
-        self._epsilon = f32(config.layer_norm_epsilon)
-        self._inner = config.inner_dim
-
-    def takes(self, x: Tensor) -> bool:
-        """Whether `x` (..., C) is a decoding pass: few rows, and no gradient wanted."""
-        few = x.shape[:-1].numel() <= self._max_rows
-        return few and x.dtype == torch.float32 and not x.requires_grad
+    def __init__(self, weights: Weights, n_threads: int) -> None:
+        self.team = Team(min(n_threads, weights.config.n_head))
+        self._weights = weights
+        self._addresses = np.array([[_address(w) for w in block] for block in weights.blocks])
+        self._like = FORMATS[weights.table.dtype]
+        self._scales = np.array(weights.attention_scales, f32)
 
     def blocks(self, x: Tensor, cache: KVCache, mask: Tensor | None) -> Tensor:
         """All blocks for new tokens `x` (B, T, C); stores their keys and values in `cache`.
@@ -585,9 +481,11 @@ class CompiledStep:
         """
         batch, n_new, width = x.shape
         assert cache.keys.dtype == torch.float32
+        config = self._weights.config
         rows = np.ascontiguousarray(x.numpy().reshape(batch * n_new, width))
         out = np.zeros_like(rows)
-        self._team.run(
+        n_threads, inner = self.team.n_threads, config.inner_dim
+        self.team.run(
             _blocks,
             _start_blocks,
             rows,
@@ -598,10 +496,10 @@ class CompiledStep:
             cache.values.numpy(),
             cache.length,
             NO_MASK if mask is None else np.ascontiguousarray(mask.numpy()),
-            self._epsilon,
-            self._inner,
-            _shares(self.n_threads, len(rows), max(3 * width, self._inner)),
-            _shares(self.n_threads, len(rows), width),
+            f32(config.layer_norm_epsilon),
+            inner,
+            _shares(n_threads, len(rows), max(3 * width, inner)),
+            _shares(n_threads, len(rows), width),
             out,
         )
         return torch.from_numpy(out).view(batch, n_new, width)
@@ -609,29 +507,14 @@ class CompiledStep:
     def unembed(self, x: Tensor) -> Tensor:
         """Logits (..., V) of `x` (..., C)."""
         rows = np.ascontiguousarray(x.numpy().reshape(-1, x.shape[-1]))
-        logits = np.empty((len(rows), len(self._table.weight)), f32)
-        at, scales = _address(self._table.weight), _address(self._table.scale)
-        widened = torch.empty(self.n_threads, TOKENS_AT_ONCE * rows.shape[1]).numpy()
-        self._team.run(
-            _unembed, _start_unembed, rows, at, scales, self._like, widened, logits
-        )
+        table, scales = self._weights.table, self._weights.table_scales
+        logits = np.empty((len(rows), len(table)), f32)
+        widened = torch.empty(self.team.n_threads, TOKENS_AT_ONCE * rows.shape[1]).numpy()
+        self.team.run(
+            _unembed, _start_unembed, rows, _address(table), _address(scales), self._like, widened,
+            logits,
+        )  # fmt: skip
         return torch.from_numpy(logits).view(*x.shape[:-1], -1)
-
-
-def unfit(model: GPT2) -> str:
-    """Why the compiled step cannot run `model`; empty if it can."""
-    if model.device.type != "cpu":
-        return f"the model is on {model.device.type}"
-    if model.dtype != torch.float32:
-        return f"it computes in {str(model.dtype).removeprefix('torch.')}"
-    weights = [w for block in model.h for w in _block_weights(block) if w is not None]
-    if not all(weight.is_contiguous() for weight in weights):
-        return "the weights are not contiguous"
-    if model.config.activation_function not in TANH_GELUS:
-        return f"the activation is {model.config.activation_function}"
-    if model.table.scale is not None and model.config.head_dim % ROWS_AT_ONCE:
-        return f"int8 weights need heads of a multiple of {ROWS_AT_ONCE}"
-    return ""
 
 
 def _shares(n_threads: int, n_rows: int, width: int) -> np.ndarray:
@@ -646,12 +529,3 @@ def _shares(n_threads: int, n_rows: int, width: int) -> np.ndarray:
 
 def _address(tensor: Tensor | None) -> int:
     return 0 if tensor is None else tensor.data_ptr()
-
-
-def _block_weights(block: Block) -> list[Tensor | None]:
-    """A block's weights in the order that `addresses` has them."""
-    attn, mlp = block.attn, block.mlp
-    vectors = [block.ln_1.weight, block.ln_1.bias, attn.c_attn.bias, attn.c_proj.bias]
-    vectors += [block.ln_2.weight, block.ln_2.bias, mlp.c_fc.bias, mlp.c_proj.bias]
-    matrices = (attn.c_attn, attn.c_proj, mlp.c_fc, mlp.c_proj)
-    return vectors + [w for layer in matrices for w in (layer.weight, layer.scale)]

@@ -61,6 +61,23 @@ def _widen(builder, value, kind, floats, int32s, bits16):  # type: ignore[no-unt
     return builder.sitofp(builder.sext(value, int32s), floats)
 
 
+def _splat(builder, number):  # type: ignore[no-untyped-def]
+    undefined, first = ir.Constant(_FLOATS, ir.Undefined), ir.Constant(_INT32, 0)
+    one = builder.insert_element(undefined, number, first)
+    return builder.shuffle_vector(one, undefined, ir.Constant(_INT32S, [0] * LANES))
+
+
+def _fold(builder, vector, join):  # type: ignore[no-untyped-def]
+    """The 16 numbers joined to one, halves first."""
+    for half in (8, 4, 2, 1):
+        upper = [lane + half if lane < half else 0 for lane in range(LANES)]
+        moved = builder.shuffle_vector(
+            vector, ir.Constant(_FLOATS, ir.Undefined), ir.Constant(_INT32S, upper)
+        )
+        vector = join(vector, moved)
+    return builder.extract_element(vector, ir.Constant(_INT32, 0))
+
+
 @intrinsic
 def load(typingctx, address, like):  # type: ignore[no-untyped-def]
     """The 16 numbers from `address` on, in the format of `like`."""
@@ -113,9 +130,7 @@ def splat(typingctx, number):  # type: ignore[no-untyped-def]
     """16 times one number."""
 
     def generate(context, builder, signature, args):  # type: ignore[no-untyped-def]
-        undefined, first = ir.Constant(_FLOATS, ir.Undefined), ir.Constant(_INT32, 0)
-        one = builder.insert_element(undefined, args[0], first)
-        return builder.shuffle_vector(one, undefined, ir.Constant(_INT32S, [0] * LANES))
+        return _splat(builder, args[0])
 
     return _vector(types.float32), generate
 
@@ -144,16 +159,144 @@ def total(typingctx, vector):  # type: ignore[no-untyped-def]
     """The sum of the 16 numbers, halves first."""
 
     def generate(context, builder, signature, args):  # type: ignore[no-untyped-def]
-        (v,) = args
-        for half in (8, 4, 2, 1):
-            upper = [lane + half if lane < half else 0 for lane in range(LANES)]
-            moved = builder.shuffle_vector(
-                v, ir.Constant(_FLOATS, ir.Undefined), ir.Constant(_INT32S, upper)
-            )
-            v = builder.fadd(v, moved)
-        return builder.extract_element(v, ir.Constant(_INT32, 0))
+        return _fold(builder, args[0], builder.fadd)
 
     return types.float32(_vector), generate
+
+
+@intrinsic
+def larger(typingctx, a, b):  # type: ignore[no-untyped-def]
+    """The larger of each pair of numbers."""
+
+    def generate(context, builder, signature, args):  # type: ignore[no-untyped-def]
+        return builder.select(builder.fcmp_ordered(">", *args), *args)
+
+    return _vector(_vector, _vector), generate
+
+
+@intrinsic
+def where_larger(typingctx, a, b, value):  # type: ignore[no-untyped-def]
+    """`value` where a is larger than b, and 0 elsewhere."""
+
+    def generate(context, builder, signature, args):  # type: ignore[no-untyped-def]
+        zero = ir.Constant(_FLOATS, [0.0] * LANES)
+        return builder.select(builder.fcmp_ordered(">", args[0], args[1]), args[2], zero)
+
+    return _vector(_vector, _vector, _vector), generate
+
+
+@intrinsic
+def exp_of(typingctx, vector):  # type: ignore[no-untyped-def]
+    """exp of 16 numbers, none above 88, to about 1e-7 (Cephes' reduction and series)."""
+
+    def generate(context, builder, signature, args):  # type: ignore[no-untyped-def]
+        def every(number):  # type: ignore[no-untyped-def]
+            return ir.Constant(_FLOATS, [float(np.float32(number))] * LANES)
+
+        def multiply_add(a, b, c):  # type: ignore[no-untyped-def]
+            return builder.fadd(builder.fmul(a, b, flags=("contract",)), c, flags=("contract",))
+
+        lowest = every(-87.0)
+        x = builder.select(builder.fcmp_ordered(">", args[0], lowest), args[0], lowest)
+        # 1.5 * 2 ** 23, added and taken away, rounds to a whole number.
+        n = multiply_add(x, every(1.44269504), every(12582912.0))
+        n = builder.fsub(n, every(12582912.0))
+        r = multiply_add(n, every(-0.693359375), x)
+        r = multiply_add(n, every(2.12194440e-4), r)
+        p = every(1.9875691500e-4)
+        for number in (
+            1.3981999507e-3, 8.3334519073e-3, 4.1665795894e-2, 1.6666665459e-1, 5.0000001201e-1,
+        ):  # fmt: skip
+            p = multiply_add(p, r, every(number))
+        p = multiply_add(builder.fmul(p, r), r, r)
+        p = builder.fadd(p, every(1.0))
+        exponent = builder.add(builder.fptosi(n, _INT32S), ir.Constant(_INT32S, [127] * LANES))
+        power = builder.shl(exponent, ir.Constant(_INT32S, [23] * LANES))
+        return builder.fmul(p, builder.bitcast(power, _FLOATS))
+
+    return _vector(_vector), generate
+
+
+@intrinsic
+def largest(typingctx, vector):  # type: ignore[no-untyped-def]
+    """The largest of the 16 numbers."""
+
+    def generate(context, builder, signature, args):  # type: ignore[no-untyped-def]
+        return _fold(builder, args[0], lambda a, b: builder.select(
+            builder.fcmp_ordered(">", a, b), a, b
+        ))  # fmt: skip
+
+    return types.float32(_vector), generate
+
+
+@intrinsic(prefer_literal=True)
+def multiply_tile(  # type: ignore[no-untyped-def]
+    typingctx, rows, vectors, a, a_row, a_next, b, b_next, n, out, out_row
+):
+    """out (rows, 16 vectors) = a (rows, n) times b (n, 16 vectors), all float32 and by address.
+
+    `rows` and `vectors` are constants: the sums stay in registers, so their product should be at
+    most 24. A row of `a` is `a_row` bytes after the one before and its numbers are `a_next` apart;
+    rows of `b` and of `out` are `b_next` and `out_row` apart. Sums are taken in the order of n.
+    """
+    n_rows, n_vectors = rows.literal_value, vectors.literal_value
+
+    def generate(context, builder, signature, args):  # type: ignore[no-untyped-def]
+        a, a_row, a_next, b, b_next, n, out, out_row = args[2:]
+        number, wide = ir.IntType(64), _FLOATS.as_pointer()
+        zero = ir.Constant(_FLOATS, [0.0] * LANES)
+        steps = [builder.mul(a_row, ir.Constant(number, row)) for row in range(n_rows)]
+        before = builder.block
+        loop = builder.append_basic_block("tile")
+        done = builder.append_basic_block("tile.done")
+        builder.cbranch(builder.icmp_signed(">", n, ir.Constant(number, 0)), loop, done)
+
+        builder.position_at_end(loop)
+        starts = (ir.Constant(number, 0), a, b)
+        k, at_a, at_b = phis = [builder.phi(number) for _ in starts]
+        sums = [builder.phi(_FLOATS) for _ in range(n_rows * n_vectors)]
+        columns = [
+            builder.load(
+                builder.inttoptr(builder.add(at_b, ir.Constant(number, 64 * v)), wide), align=4
+            )
+            for v in range(n_vectors)
+        ]
+        after = []
+        for row in range(n_rows):
+            place = builder.inttoptr(builder.add(at_a, steps[row]), _FLOAT.as_pointer())
+            weight = _splat(builder, builder.load(place, align=4))
+            for v in range(n_vectors):
+                product = builder.fmul(weight, columns[v], flags=("contract",))
+                sum_of = sums[row * n_vectors + v]
+                after.append(builder.fadd(product, sum_of, flags=("contract",)))
+        following = [
+            builder.add(k, ir.Constant(number, 1)),
+            builder.add(at_a, a_next),
+            builder.add(at_b, b_next),
+        ]
+        for phi, start, value in zip(phis, starts, following, strict=True):
+            phi.add_incoming(start, before)
+            phi.add_incoming(value, loop)
+        for phi, value in zip(sums, after, strict=True):
+            phi.add_incoming(zero, before)
+            phi.add_incoming(value, loop)
+        builder.cbranch(builder.icmp_signed("<", following[0], n), loop, done)
+
+        builder.position_at_end(done)
+        for i, value in enumerate(after):
+            total_of = builder.phi(_FLOATS)
+            total_of.add_incoming(zero, before)
+            total_of.add_incoming(value, loop)
+            after[i] = total_of
+        for i, value in enumerate(after):
+            row, v = divmod(i, n_vectors)
+            place = builder.add(out, builder.mul(out_row, ir.Constant(number, row)))
+            place = builder.add(place, ir.Constant(number, 64 * v))
+            builder.store(value, builder.inttoptr(place, wide), align=4)
+        return context.get_dummy_value()
+
+    signature = types.void(rows, vectors, *[types.int64] * 8)
+    return signature, generate
 
 
 @intrinsic

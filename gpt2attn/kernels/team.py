@@ -21,12 +21,14 @@ from typing import Any
 import numpy as np
 import torch
 from llvmlite import ir
-from numba import njit, types
+from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
+from .compiling import compiled
+
 # Places in the array that a call's threads share; a cache line each, so that they do not collide.
-ARRIVED, ROUND, ABORTED, SHARED_SIZE = 0, 16, 32, 48
+ARRIVED, ROUND, ABORTED, TAKEN, SHARED_SIZE = 0, 16, 32, 48, 64
 SPINS_BEFORE_YIELD = 2000  # about 20 microseconds: longer, and a thread that has no core gets one
 
 WAIT = 1.0  # seconds; a thread that was told to go home does so in a hundredth of that
@@ -62,7 +64,7 @@ def _element(context, builder, signature, args):  # type: ignore[no-untyped-def]
     return cgutils.get_item_pointer(context, builder, kind, array, [args[1]])
 
 
-@njit(nogil=True, cache=True)
+@compiled()
 def barrier(shared, n_threads):  # type: ignore[no-untyped-def]
     """Wait until all threads of the call are here; False if the call was given up."""
     if n_threads == 1:
@@ -80,6 +82,12 @@ def barrier(shared, n_threads):  # type: ignore[no-untyped-def]
         if spins >= SPINS_BEFORE_YIELD:
             _sched_yield()
     return True
+
+
+@compiled(inner=True)
+def take_one(shared):  # type: ignore[no-untyped-def]
+    """0, 1, 2, ... in the order in which the threads of the call ask: who is free takes more."""
+    return _add(shared, TAKEN, 1)
 
 
 @intrinsic

@@ -164,8 +164,10 @@ def in_parts(model: GPT2, case: Case, sizes: Sequence[int], *, last_only: bool =
     parts = []
     for ids in case.ids.split(list(sizes), dim=1):
         mask = None if case.mask is None else case.mask[:, : cache.length + ids.shape[1]]
+        decoding = cache.length > 0
         x = model.hidden(ids, cache=cache, attention_mask=mask)
-        parts.append(model.unembed(x[:, -1])[:, None] if last_only else model.unembed(x))
+        x = x[:, -1:] if last_only else x
+        parts.append(model.unembed(x, decoding=decoding))
     return torch.cat(parts, dim=1)
 
 

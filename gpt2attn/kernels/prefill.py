@@ -1,0 +1,335 @@
+"""A pass over many tokens: torch's matrix products, and compiled code for all that is between them.
+
+A long prompt costs mostly products, which torch's library does near the processor's peak. What is
+left goes over memory again and again when each operation does it alone; here biases, residuals and
+LayerNorm, the GELU and a head's attention are one visit each, in memory that all layers share.
+Attention looks at the keys up to a query and no further, eight queries at a time, whose scores stay
+in the first cache; the weights are written out only where somebody looks at them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from ..attention import AttentionSteps, allowed_keys
+from .compiling import compiled
+from .products import product
+from .rows import FLOATS, ZERO, f32, gelu, layer_norm, share, softmax
+from .simd import (
+    LANES,
+    add,
+    load,
+    load_one,
+    multiply_add,
+    multiply_tile,
+    splat,
+    stay_apart,
+    store,
+    store_one,
+)  # fmt: skip
+from .team import Team, barrier, in_pool, take_one
+
+if TYPE_CHECKING:
+    from ..cache import KVCache
+    from ..model import Block, Observer
+
+QUERIES = 8  # whose scores are computed together
+QUERIES_TAKEN = 64  # at a time by a thread
+KEYS = 2 * LANES  # of scores computed together
+
+NO_MORE = np.empty((0, 0), f32)
+NO_MASK = np.empty((0, 0), np.bool_)
+NO_MAPS = np.empty((0, 0, 0, 0), f32)
+
+
+@compiled()
+def _add_and_norm(thread, n_threads, shared, x, more, more_bias, weight, bias, epsilon, out):  # type: ignore[no-untyped-def]
+    """x += more + more_bias (unless `more` is empty), and out = LayerNorm of it; all (rows, C)."""
+    low, high = share(x.shape[0], 1, thread, n_threads)
+    for r in range(low, high):
+        if more.size:
+            for i in range(x.shape[1]):
+                x[r, i] += more[r, i] + more_bias[i]
+        layer_norm(x[r : r + 1], weight, bias, epsilon, out[r : r + 1])
+    barrier(shared, n_threads)
+
+
+@compiled()
+def _start_add_and_norm(pool, n_threads, *arguments):  # type: ignore[no-untyped-def]
+    in_pool(pool, n_threads, _add_and_norm, arguments)
+
+
+@compiled()
+def _add_and_gelu(thread, n_threads, shared, x, bias):  # type: ignore[no-untyped-def]
+    """x (rows, inner) = GELU of x + bias."""
+    low, high = share(x.shape[0], 1, thread, n_threads)
+    for r in range(low, high):
+        for i in range(x.shape[1]):
+            x[r, i] += bias[i]
+        gelu(x[r : r + 1])
+    barrier(shared, n_threads)
+
+
+@compiled()
+def _start_add_and_gelu(pool, n_threads, *arguments):  # type: ignore[no-untyped-def]
+    in_pool(pool, n_threads, _add_and_gelu, arguments)
+
+
+@compiled()
+def _attend(
+    thread, n_threads, shared, qkv, bias, keys, values, past, mask, scale, turned, room, maps, out
+):  # fmt: skip  # type: ignore[no-untyped-def]
+    """Attention of all heads for qkv (B * T, 3 C), its rows ordered by text, to out (B * T, C).
+
+    New keys and values are stored in `keys` and `values` (B, H, max_len, D). `mask` (B, keys) and
+    `maps` (B, H, T, keys), which gets the weights, may be empty. `turned` (B * H, blocks, D, 32) is
+    room for the keys, 32 at a time with the axes exchanged, `room` (n_threads, 8, row) for eight
+    rows of scores and of two heads' widths after them.
+    """
+    n_text, n_head, _, _ = keys.shape
+    n_units, n_new = n_text * n_head, qkv.shape[0] // n_text
+    low, high = share(n_units, 1, thread, n_threads)
+    for unit in range(low, high):
+        text, head = unit // n_head, unit % n_head
+        rows = qkv[text * n_new : (text + 1) * n_new]
+        _store(rows, bias, head, keys[text, head, past:], values[text, head, past:])
+        _turn(keys[text, head, : past + n_new], turned[unit])
+    if not barrier(shared, n_threads):
+        return
+    # The later queries, which have more keys, are taken first, so that all threads end together.
+    n_parts = (n_new + QUERIES_TAKEN - 1) // QUERIES_TAKEN
+    while True:
+        taken = take_one(shared)
+        if taken >= n_units * n_parts:
+            break
+        part, unit = n_parts - 1 - taken // n_units, taken % n_units
+        text, head = unit // n_head, unit % n_head
+        rows, mixed = qkv[text * n_new : (text + 1) * n_new], out[text * n_new : (text + 1) * n_new]
+        seen = mask[text] if mask.size else mask.ravel()
+        end = min((part + 1) * QUERIES_TAKEN, n_new)
+        for first in range(part * QUERIES_TAKEN, end, QUERIES):
+            last = min(first + QUERIES, end)
+            _attend_eight(rows, bias, head, first, last, past, seen, scale, turned[unit],
+                          values[text, head], room[thread], mixed)  # fmt: skip
+            if maps.size:
+                _keep(room[thread], past + last, maps[text, head, first:last])
+    barrier(shared, n_threads)
+
+
+@compiled()
+def _start_attend(pool, n_threads, *arguments):  # type: ignore[no-untyped-def]
+    in_pool(pool, n_threads, _attend, arguments)
+
+
+@compiled(inner=True)
+def _store(rows, bias, head, keys, values):  # type: ignore[no-untyped-def]
+    """One head's keys and values of rows (T, 3 C), with their bias, to `keys` and `values`."""
+    stay_apart()
+    n_new, size, step = rows.shape[0], keys.shape[1], 4 * rows.shape[1]
+    for part in range(1, 3):
+        start = 4 * (part * (rows.shape[1] // 3) + head * size)
+        p, b = rows.ctypes.data + start, bias.ctypes.data + start
+        q = keys.ctypes.data if part == 1 else values.ctypes.data
+        for _ in range(n_new):
+            for i in range(0, 4 * size, 4 * LANES):
+                store(q + i, add(load(p + i, FLOATS), load(b + i, FLOATS)))
+            p, q = p + step, q + 4 * size
+
+
+@compiled(inner=True)
+def _turn(keys, turned):  # type: ignore[no-untyped-def]
+    """turned (blocks, D, 32) = keys (S, D), 32 at a time with the axes exchanged; 0 beyond S."""
+    stay_apart()
+    n_keys, size = keys.shape
+    p = keys.ctypes.data
+    for key in range(turned.shape[0] * KEYS):
+        q = turned.ctypes.data + 4 * (key // KEYS * KEYS * size + key % KEYS)
+        for i in range(size):
+            store_one(q + 4 * KEYS * i, load_one(p + 4 * i, FLOATS) if key < n_keys else ZERO)
+        p += 4 * size
+
+
+@compiled(inner=True)
+def _attend_eight(
+    rows, bias, head, first, last, past, seen, scale, turned, values, room, out
+):  # fmt: skip  # type: ignore[no-untyped-def]
+    """One head's output for the queries first to last, at most eight, of rows (T, 3 C), to out.
+
+    Their weights are left in the rows of `room` (8, row), then come the queries and the outputs.
+    """
+    stay_apart()
+    size, n_keys, row = values.shape[1], past + last, 4 * room.shape[1]
+    mixed = row - 4 * size
+    q = mixed - 4 * size
+    p, b = rows.ctypes.data + 4 * head * size, bias.ctypes.data + 4 * head * size
+    for r in range(QUERIES):
+        # Too many: the last one again, whose output is not taken.
+        at = p + 4 * rows.shape[1] * min(first + r, last - 1)
+        for i in range(0, 4 * size, 4 * LANES):
+            number = add(load(at + i, FLOATS), load(b + i, FLOATS))
+            store(
+                room.ctypes.data + r * row + q + i, multiply_add(number, splat(scale), splat(ZERO))
+            )
+    scores = room.ctypes.data
+    for block in range((n_keys + KEYS - 1) // KEYS):
+        multiply_tile(QUERIES, 2, scores + q, row, 4, turned[block].ctypes.data, 4 * KEYS, size,
+                      scores + 4 * KEYS * block, row)  # fmt: skip
+    for r in range(QUERIES):
+        end = past + min(first + r, last - 1) + 1
+        if seen.size and not seen[end - 1]:
+            end = 0  # padding
+        softmax(room[r], end, seen)
+        for s in range(end, n_keys):
+            room[r, s] = ZERO
+    at, to, step = values.ctypes.data, scores + mixed, 4 * size
+    for low in range(0, size // KEYS * KEYS, KEYS):
+        multiply_tile(QUERIES, 2, scores, row, 4, at + 4 * low, step, n_keys, to + 4 * low, row)
+    for low in range(size // KEYS * KEYS, size, LANES):
+        multiply_tile(QUERIES, 1, scores, row, 4, at + 4 * low, step, n_keys, to + 4 * low, row)
+    for r in range(last - first):
+        q = out.ctypes.data + 4 * ((first + r) * out.shape[1] + head * size)
+        for i in range(0, 4 * size, 4 * LANES):
+            store(q + i, load(to + r * row + i, FLOATS))
+
+
+@compiled(inner=True)
+def _keep(weights, n_keys, maps):  # type: ignore[no-untyped-def]
+    """maps (T, S) = the first `n_keys` of each row of weights, and 0 beyond them."""
+    for t in range(maps.shape[0]):
+        for s in range(n_keys):
+            maps[t, s] = weights[t, s]
+        for s in range(n_keys, maps.shape[1]):
+            maps[t, s] = ZERO
+
+
+class Prefill:
+    """Runs the blocks of one model over many tokens at once."""
+
+    def __init__(self, blocks: Sequence[Block], team: Team) -> None:
+        self._blocks, self._team = blocks, team
+
+    def blocks(
+        self, x: Tensor, cache: KVCache | None, mask: Tensor | None, observe: Observer | None
+    ) -> Tensor:
+        """As `CompiledStep.blocks`."""
+        run = _Pass(self._team, x, cache, mask, observe)
+        wanted = getattr(observe, "layers", None)
+        for layer, block in enumerate(self._blocks):
+            run.attention(block, observe is not None and (wanted is None or layer in wanted))
+            run.mlp(block)
+        return run.end()
+
+
+class _Pass:
+    """One pass: its memory, which all layers share, and its steps.
+
+    `x` (rows, C) is the residual stream, but for `more` (rows, C) and its bias, the outcome of the
+    last product, which the next visit adds to it.
+    """
+
+    def __init__(
+        self,
+        team: Team,
+        x: Tensor,
+        cache: KVCache | None,
+        mask: Tensor | None,
+        observe: Observer | None,
+    ) -> None:
+        self._team, self._cache, self._mask, self._observe = team, cache, mask, observe
+        self._shape = x.shape
+        self._past = 0 if cache is None else cache.length
+        self._x = x.reshape(-1, x.shape[2]).clone()
+        self._h, self._more = torch.empty_like(self._x), torch.empty_like(self._x)
+        self._more_bias: Tensor | None = None
+        self._wide = self._x.new_empty(0)
+
+    def attention(self, block: Block, looked_at: bool) -> None:
+        """x += attention of LayerNorm of x."""
+        attn, (B, T, C) = block.attn, self._shape
+        S, size = self._past + T, attn.head_dim
+        self._norm(block.ln_1)
+        # Whoever looks may keep what there is to see, so that is not memory to be used again.
+        qkv = product(self._h, attn.c_attn.matrix, None if looked_at else self._room(3 * C))
+        bias = attn.c_attn.bias
+        if looked_at:
+            qkv += bias
+            bias = torch.zeros_like(bias)
+        mixed = torch.empty_like(self._h) if looked_at else self._h
+        keys, values = self._keys_and_values(block.layer, attn.n_head, size)
+        maps = self._maps(block.layer, (B, attn.n_head, T, S)) if looked_at else None
+        n_blocks = -(-S // KEYS)
+        turned = self._x.new_empty(B * attn.n_head, n_blocks, size, KEYS)
+        # Rows that are no multiple of 4,096 bytes apart do not compete for the same cache lines.
+        room = self._x.new_empty(self._team.n_threads, QUERIES, n_blocks * KEYS + LANES + 2 * size)
+        self._team.run(
+            _attend, _start_attend, _numpy(qkv), _numpy(bias), _numpy(keys), _numpy(values),
+            self._past, NO_MASK if self._mask is None else np.ascontiguousarray(self._mask.numpy()),
+            f32(attn.scale), _numpy(turned), _numpy(room),
+            NO_MAPS if maps is None else _numpy(maps), _numpy(mixed),
+        )  # fmt: skip
+        if maps is not None:
+            assert self._observe is not None
+            q = qkv[:, :C].view(B, T, attn.n_head, size).transpose(1, 2)
+            allowed = allowed_keys(T, S, self._mask, device=qkv.device)
+            output = mixed.view(B, T, attn.n_head, size).transpose(1, 2)
+            self._observe(
+                block.layer,
+                AttentionSteps(
+                    q, keys[:, :, :S], values[:, :, :S], attn.scale, allowed, attn.upcast, maps,
+                    output,
+                ),
+            )  # fmt: skip
+        self._more = product(mixed, attn.c_proj.matrix, self._more)
+        self._more_bias = attn.c_proj.bias
+
+    def mlp(self, block: Block) -> None:
+        """x += MLP of LayerNorm of x."""
+        self._norm(block.ln_2)
+        matrix, bias = block.mlp.c_fc.matrix, block.mlp.c_fc.bias
+        units = product(self._h, matrix, self._room(matrix.shape[1]))
+        self._team.run(_add_and_gelu, _start_add_and_gelu, _numpy(units), _numpy(bias))
+        self._more = product(units, block.mlp.c_proj.matrix, self._more)
+        self._more_bias = block.mlp.c_proj.bias
+
+    def end(self) -> Tensor:
+        """The residual stream (B, T, C)."""
+        assert self._more_bias is not None
+        return self._x.add_(self._more).add_(self._more_bias).view(self._shape)
+
+    def _norm(self, layer: nn.LayerNorm) -> None:
+        """x += more; h = LayerNorm of x."""
+        first = self._more_bias is None
+        more, bias = (NO_MORE, layer.bias) if first else (_numpy(self._more), self._more_bias)
+        self._team.run(
+            _add_and_norm, _start_add_and_norm, _numpy(self._x), more, _numpy(bias),
+            _numpy(layer.weight), _numpy(layer.bias), f32(layer.eps), _numpy(self._h),
+        )  # fmt: skip
+
+    def _room(self, width: int) -> Tensor:
+        """(rows, width): memory that attention and MLP use in turn."""
+        rows = len(self._x)
+        if self._wide.numel() < rows * width:
+            self._wide = self._x.new_empty(rows * width)
+        return self._wide[: rows * width].view(rows, width)
+
+    def _keys_and_values(self, layer: int, n_head: int, size: int) -> tuple[Tensor, Tensor]:
+        """Where the keys and values (B, H, places, D) of a layer are kept."""
+        if self._cache is not None:
+            return self._cache.keys[layer], self._cache.values[layer]
+        B, T, _ = self._shape
+        return self._x.new_empty(B, n_head, T, size), self._x.new_empty(B, n_head, T, size)
+
+    def _maps(self, layer: int, shape: tuple[int, int, int, int]) -> Tensor:
+        """Memory for the weights of a layer that is looked at."""
+        find_room = getattr(self._observe, "room", None)
+        room = None if find_room is None else find_room(layer, shape)
+        return self._x.new_empty(shape) if room is None else room
+
+
+def _numpy(tensor: Tensor) -> np.ndarray:
+    return tensor.detach().numpy()

@@ -1,0 +1,157 @@
+"""The compiled step of one model on the CPU: which passes it takes, and with which code.
+
+Numba and what it compiled are loaded when the first pass needs them, not with the model: a short
+prompt runs on torch's products, so its first token need not wait for that.
+"""
+
+from __future__ import annotations
+
+import warnings
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from .activations import TANH_GELUS
+from .products import product
+
+if TYPE_CHECKING:
+    from ..cache import KVCache
+    from ..config import GPT2Config
+    from ..model import GPT2, Block, Observer
+    from .decode import DecodeStep
+    from .prefill import Prefill
+
+# Beyond so many rows torch's products are the faster ones: those of float32 weights soon, those of
+# others late, since they are widened first.
+MAX_ROWS, MAX_ROWS_WIDENED = 16, 64
+# From so many rows on, what lies between torch's products is worth compiled code.
+MIN_PREFILL = 128
+ROWS_AT_ONCE = 8  # of a matrix: as many streams as the hardware follows well
+
+
+@dataclass(frozen=True)
+class Weights:
+    """What compiled code reads of a model; it keeps the memory alive.
+
+    `blocks` holds, for each layer, eight vectors and then each matrix with its scales (None unless
+    int8), in the order that `decode` names them.
+    """
+
+    config: GPT2Config
+    blocks: list[list[Tensor | None]]
+    attention_scales: list[float]
+    table: Tensor
+    table_scales: Tensor | None
+
+
+class CompiledStep:
+    """Runs the blocks of one model by compiled code, over the model's own weights.
+
+    The addresses of the weights are taken once: weights may be changed in place later, but not be
+    exchanged for others (`GPT2` drops its step when it is moved or cast).
+    """
+
+    takes_guesses = True  # a token gets the same logits alone and beside others
+
+    def __init__(self, model: GPT2) -> None:
+        self.n_threads = torch.get_num_threads()
+        self._blocks, self._table = list(model.h), model.table
+        self._weights = Weights(
+            model.config,
+            [_block_weights(block) for block in model.h],
+            [block.attn.scale for block in model.h],
+            model.table.weight,
+            model.table.scale,
+        )
+        self._max_rows = MAX_ROWS if model.table.weight.dtype == torch.float32 else MAX_ROWS_WIDENED
+
+    def takes(self, x: Tensor, cache: KVCache | None, observe: Observer | None) -> bool:
+        """Whether a pass over `x` (B, T, C) is one for compiled code.
+
+        That is a few tokens after cached ones that nobody observes, or a long prompt; and no
+        gradient is wanted.
+        """
+        if x.dtype != torch.float32 or x.requires_grad:
+            return False
+        if self._is_decoding(x, cache) and observe is None:
+            return self._decode is not None
+        return x.shape[:-1].numel() >= MIN_PREFILL and self._prefill is not None
+
+    def blocks(
+        self, x: Tensor, cache: KVCache | None, mask: Tensor | None, observe: Observer | None
+    ) -> Tensor:
+        """All blocks for new tokens `x` (B, T, C); stores their keys and values in `cache`.
+
+        `mask` (B, cached + T) is False at padding. Does not advance the cache, which the model
+        does.
+        """
+        if self._is_decoding(x, cache) and observe is None:
+            assert self._decode is not None
+            assert cache is not None
+            return self._decode.blocks(x, cache, mask)
+        assert self._prefill is not None
+        return self._prefill.blocks(x, cache, mask, observe)
+
+    def unembed(self, x: Tensor, *, decoding: bool) -> Tensor | None:
+        """Logits (..., V) of `x` (..., C), or None where torch computes them.
+
+        `decoding` says that a decoding pass gave x.
+        """
+        rows = x.shape[:-1].numel()
+        if x.requires_grad or x.dtype != torch.float32:
+            return None
+        if decoding and rows <= self._max_rows and self._decode is not None:
+            return self._decode.unembed(x)
+        if rows >= MIN_PREFILL and self._table.weight.dtype == torch.float32:
+            logits = product(x.flatten(0, -2), self._table.matrix.t())
+            return logits.view(*x.shape[:-1], -1)
+        return None
+
+    def _is_decoding(self, x: Tensor, cache: KVCache | None) -> bool:
+        cached = cache is not None and cache.length > 0
+        return cached and x.shape[:-1].numel() <= self._max_rows
+
+    @cached_property
+    def _decode(self) -> DecodeStep | None:
+        try:
+            from .decode import DecodeStep
+        except ImportError as error:
+            warnings.warn(f"Numba cannot be used, so torch decodes: {error}", stacklevel=2)
+            return None
+        return DecodeStep(self._weights, self.n_threads)
+
+    @cached_property
+    def _prefill(self) -> Prefill | None:
+        if self._decode is None or self._weights.config.head_dim % 16:
+            return None
+        from .prefill import Prefill
+
+        return Prefill(self._blocks, self._decode.team)
+
+
+def unfit(model: GPT2) -> str:
+    """Why the compiled step cannot run `model`; empty if it can."""
+    if model.device.type != "cpu":
+        return f"the model is on {model.device.type}"
+    if model.dtype != torch.float32:
+        return f"it computes in {str(model.dtype).removeprefix('torch.')}"
+    weights = [w for block in model.h for w in _block_weights(block) if w is not None]
+    if not all(weight.is_contiguous() for weight in weights):
+        return "the weights are not contiguous"
+    if model.config.activation_function not in TANH_GELUS:
+        return f"the activation is {model.config.activation_function}"
+    if model.table.scale is not None and model.config.head_dim % ROWS_AT_ONCE:
+        return f"int8 weights need heads of a multiple of {ROWS_AT_ONCE}"
+    return ""
+
+
+def _block_weights(block: Block) -> list[Tensor | None]:
+    """A block's weights in the order that compiled code has them."""
+    attn, mlp = block.attn, block.mlp
+    vectors = [block.ln_1.weight, block.ln_1.bias, attn.c_attn.bias, attn.c_proj.bias]
+    vectors += [block.ln_2.weight, block.ln_2.bias, mlp.c_fc.bias, mlp.c_proj.bias]
+    matrices = (attn.c_attn, attn.c_proj, mlp.c_fc, mlp.c_proj)
+    return vectors + [w for layer in matrices for w in (layer.weight, layer.scale)]
