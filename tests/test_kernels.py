@@ -11,7 +11,7 @@ from checkpoints import TINY, write_checkpoint
 
 from gpt2attn import KVCache, attention_maps, generate, load_model, save_model
 from gpt2attn.generation import Row, decode
-from gpt2attn.kernels import products, use_kernels
+from gpt2attn.kernels import prefill, use_kernels
 from gpt2attn.kernels.formats import GROUP, STORED, quantize, widen
 from gpt2attn.kernels.step import MAX_ROWS, MAX_ROWS_WIDENED, MIN_PREFILL
 from gpt2attn.kernels.team import find_pool
@@ -148,7 +148,7 @@ def test_larger_passes_and_first_ones_run_on_torch(tiny_folder):
 
 
 class TestPrefill:
-    """Passes over many tokens: torch's products with compiled code between them."""
+    """Passes over many tokens."""
 
     # Heads of 16, 48 and 64 numbers: one vector, some with a remainder, whole ones.
     SIZES = pytest.mark.parametrize(
@@ -181,7 +181,11 @@ class TestPrefill:
 
     @SIZES
     @pytest.mark.parametrize("n_threads", [1, 2, 3])
-    def test_prompts_with_and_without_a_cache(self, tmp_path, sizes, n_threads):
+    @pytest.mark.parametrize("by_torch", [True, False])
+    def test_prompts_with_and_without_a_cache(
+        self, tmp_path, sizes, n_threads, by_torch, monkeypatch
+    ):
+        monkeypatch.setattr(prefill, "torch_multiplies_faster", lambda: by_torch)
         torch_model, fast, exact = self.three(self.folder(tmp_path, sizes), n_threads)
         ids = random_ids(2, self.N + 8)
         self.assert_as_exact(fast(ids), torch_model(ids), exact(ids))
@@ -260,16 +264,6 @@ class TestPrefill:
         expected = TestFormats.widened(folder, dtype)
         fast = self.without_torch(load_model(folder, kernels="auto", dtype=dtype))
         torch.testing.assert_close(fast(random_ids(1, 200)), expected(random_ids(1, 200)), **CLOSE)
-
-    @pytest.mark.skipif(
-        not torch.backends.mkldnn.is_available(), reason="this torch is built without oneDNN"
-    )
-    def test_products_by_the_other_library(self, tmp_path, monkeypatch):
-        # c_fc's rows are whole pages apart, as those of GPT-2 small and medium are.
-        torch_model, fast, exact = self.three(self.folder(tmp_path, {"n_inner": 1024}))
-        monkeypatch.setattr(products, "by_onednn", lambda: True)
-        ids = random_ids(1, 200)
-        self.assert_as_exact(self.without_torch(fast)(ids), torch_model(ids), exact(ids))
 
     def test_a_gradient_goes_through_torchs_operations(self, tmp_path):
         torch_model, fast = both(self.folder(tmp_path))
@@ -408,7 +402,7 @@ class TestWhereItDoesNotFit:
         program = (
             "import sys; sys.modules['numba'] = None\n"
             "from gpt2attn import load_model\n"
-            "from gpt2attn.kernels import use_kernels\n"
+            "from gpt2attn.kernels import prefill, use_kernels\n"
             f"model = load_model({str(tiny_folder)!r}, kernels='auto')\n"
             "print(model.compiled, use_kernels(model, 'auto'))"
         )

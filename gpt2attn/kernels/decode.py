@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from .compiling import compiled
-from .formats import GROUP
+from .formats import GROUP, group_size
 from .rows import FLOATS, ZERO, f32, gelu, layer_norm, share, softmax, vector
 from .simd import (
     FORMATS,
@@ -58,6 +58,12 @@ class Matrix(NamedTuple):
     width: int
     scales: int
     group: int
+
+    @classmethod
+    def of(cls, weight: Tensor, scale: Tensor | None) -> Matrix:
+        """A layer's weights (in, out)."""
+        n_in, width = weight.shape
+        return cls(_address(weight), n_in, width, _address(scale), group_size(n_in))
 
 
 @compiled(inner=True)
@@ -312,7 +318,7 @@ def _blocks(
         if not barrier(shared, n_threads):
             return
         _sum_shares(wide, unit_low, unit_high, vector(at[FC_BIAS], inner), units)
-        gelu(units)
+        gelu(units.ravel())
         matrix = _matrix(at, DOWN, inner, width)
         _multiply(units, zero, matrix, unit_low, unit_high, like, narrow[thread])
         if not barrier(shared, n_threads):

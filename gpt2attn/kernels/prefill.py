@@ -1,15 +1,19 @@
-"""A pass over many tokens: torch's matrix products, and compiled code for all that is between them.
+"""A pass over many tokens in compiled code: products in blocks, and what is between them.
 
-A long prompt costs mostly products, which torch's library does near the processor's peak. What is
-left goes over memory again and again when each operation does it alone; here biases, residuals and
-LayerNorm, the GELU and a head's attention are one visit each, in memory that all layers share.
-Attention looks at the keys up to a query and no further, eight queries at a time, whose scores stay
-in the first cache; the weights are written out only where somebody looks at them.
+A product copies some rows of the weights to panels of 32 columns, as float32 whatever format they
+are stored in, and goes with each panel over all rows of x while the first cache holds it; the sums
+of eight rows stay in registers. Biases, residuals and LayerNorm, the GELU and a head's attention
+are one visit to memory each, in memory that all layers share. Attention looks at the keys up to a
+query and no further, eight queries at a time, whose scores stay in the first cache; the weights are
+written out only where somebody looks at them.
 """
 
 from __future__ import annotations
 
+import platform
 from collections.abc import Sequence
+from functools import cache
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -18,11 +22,14 @@ from torch import Tensor, nn
 
 from ..attention import AttentionSteps, allowed_keys
 from .compiling import compiled
-from .products import product
-from .rows import FLOATS, ZERO, f32, gelu, layer_norm, share, softmax
+from .decode import Matrix
+from .linear import Linear
+from .rows import FLOATS, ZERO, f32, gelu, layer_norm, share, softmax, vector
 from .simd import (
+    FORMATS,
     LANES,
     add,
+    is_scaled,
     load,
     load_one,
     multiply_add,
@@ -38,9 +45,13 @@ if TYPE_CHECKING:
     from ..cache import KVCache
     from ..model import Block, Observer
 
-QUERIES = 8  # whose scores are computed together
+ROWS = 8  # of a product, or queries, that are computed together
+COLUMNS = 2 * LANES  # of a product, or keys, that are computed together
+# Rows of weights that are gone over before the next: a panel of 32 columns has 32 kilobytes, and
+# sums in parts of that length round less than in one.
+DEPTH = 256
+ROWS_AT_HAND = 512  # of x: with so many numbers each, half a megabyte
 QUERIES_TAKEN = 64  # at a time by a thread
-KEYS = 2 * LANES  # of scores computed together
 
 NO_MORE = np.empty((0, 0), f32)
 NO_MASK = np.empty((0, 0), np.bool_)
@@ -48,8 +59,71 @@ NO_MAPS = np.empty((0, 0, 0, 0), f32)
 
 
 @compiled()
+def _multiply(thread, n_threads, shared, x, matrix, like, panels, out):  # type: ignore[no-untyped-def]
+    """out (rows, at least width) = x (rows, at least n_in) times the matrix.
+
+    `panels` (2, 256 * width) is where the threads put weights for all: one is written while the
+    other may still be read.
+    """
+    left, right = share(matrix.width, COLUMNS, thread, n_threads)
+    first, last = share(x.shape[0], ROWS, thread, n_threads)
+    x_row, out_row = 4 * x.shape[1], 4 * out.shape[1]
+    for low in range(0, matrix.n_in, DEPTH):
+        n = min(DEPTH, matrix.n_in - low)
+        at = panels[low // DEPTH % 2].ctypes.data
+        _pack(matrix, like, low, n, left, right, at)
+        if not barrier(shared, n_threads):
+            return
+        for top in range(first, last, ROWS_AT_HAND):
+            n_rows = min(ROWS_AT_HAND, last - top)
+            numbers, sums = x.ctypes.data + top * x_row + 4 * low, out.ctypes.data + top * out_row
+            for column in range(0, matrix.width, COLUMNS):
+                _sweep(numbers, x_row, at + 4 * n * column, n, sums + 4 * column, out_row, n_rows,
+                       low > 0)  # fmt: skip
+    barrier(shared, n_threads)
+
+
+@compiled()
+def _start_multiply(pool, n_threads, *arguments):  # type: ignore[no-untyped-def]
+    in_pool(pool, n_threads, _multiply, arguments)
+
+
+@compiled(inner=True)
+def _pack(matrix, like, low, n, left, right, panels):  # type: ignore[no-untyped-def]
+    """Rows low to low + n, columns left to right, as float32 to their place in the panels.
+
+    A panel is (n, 32): 32 columns stand after the 32 before.
+    """
+    stay_apart()
+    size = like.itemsize
+    for i in range(n):
+        p = matrix.at + size * (low + i) * matrix.width
+        scales = matrix.scales + 4 * ((low + i) // matrix.group * matrix.width)
+        q = panels + 4 * COLUMNS * i
+        for column in range(left, right, COLUMNS):
+            for half in range(column, column + COLUMNS, LANES):
+                weights = load(p + size * half, like)
+                if is_scaled(like):
+                    weights = multiply_add(weights, load(scales + 4 * half, FLOATS), splat(ZERO))
+                store(q + 4 * (column * n + half - column), weights)
+
+
+@compiled(inner=True)
+def _sweep(x, x_row, panel, n, out, out_row, n_rows, onto):  # type: ignore[no-untyped-def]
+    """out (rows, 32) = x (rows, n) times the panel (n, 32), or that `onto` what is there."""
+    stay_apart()
+    whole, step = n_rows // ROWS * ROWS, 4 * COLUMNS
+    for r in range(0, whole, ROWS):
+        multiply_tile(ROWS, 2, onto, x + r * x_row, x_row, 4, panel, step, n, out + r * out_row,
+                      out_row)  # fmt: skip
+    for r in range(whole, n_rows):
+        multiply_tile(1, 2, onto, x + r * x_row, x_row, 4, panel, step, n, out + r * out_row,
+                      out_row)  # fmt: skip
+
+
+@compiled()
 def _add_and_norm(thread, n_threads, shared, x, more, more_bias, weight, bias, epsilon, out):  # type: ignore[no-untyped-def]
-    """x += more + more_bias (unless `more` is empty), and out = LayerNorm of it; all (rows, C)."""
+    """x (rows, C) += more + more_bias unless `more` is empty; out (rows, at least C) = its norm."""
     low, high = share(x.shape[0], 1, thread, n_threads)
     for r in range(low, high):
         if more.size:
@@ -66,12 +140,13 @@ def _start_add_and_norm(pool, n_threads, *arguments):  # type: ignore[no-untyped
 
 @compiled()
 def _add_and_gelu(thread, n_threads, shared, x, bias):  # type: ignore[no-untyped-def]
-    """x (rows, inner) = GELU of x + bias."""
+    """x (rows, at least inner) = GELU of x + bias (inner)."""
     low, high = share(x.shape[0], 1, thread, n_threads)
     for r in range(low, high):
-        for i in range(x.shape[1]):
-            x[r, i] += bias[i]
-        gelu(x[r : r + 1])
+        row = vector(x[r].ctypes.data, bias.size)
+        for i in range(bias.size):
+            row[i] += bias[i]
+        gelu(row)
     barrier(shared, n_threads)
 
 
@@ -112,8 +187,8 @@ def _attend(
         rows, mixed = qkv[text * n_new : (text + 1) * n_new], out[text * n_new : (text + 1) * n_new]
         seen = mask[text] if mask.size else mask.ravel()
         end = min((part + 1) * QUERIES_TAKEN, n_new)
-        for first in range(part * QUERIES_TAKEN, end, QUERIES):
-            last = min(first + QUERIES, end)
+        for first in range(part * QUERIES_TAKEN, end, ROWS):
+            last = min(first + ROWS, end)
             _attend_eight(rows, bias, head, first, last, past, seen, scale, turned[unit],
                           values[text, head], room[thread], mixed)  # fmt: skip
             if maps.size:
@@ -147,10 +222,10 @@ def _turn(keys, turned):  # type: ignore[no-untyped-def]
     stay_apart()
     n_keys, size = keys.shape
     p = keys.ctypes.data
-    for key in range(turned.shape[0] * KEYS):
-        q = turned.ctypes.data + 4 * (key // KEYS * KEYS * size + key % KEYS)
+    for key in range(turned.shape[0] * COLUMNS):
+        q = turned.ctypes.data + 4 * (key // COLUMNS * COLUMNS * size + key % COLUMNS)
         for i in range(size):
-            store_one(q + 4 * KEYS * i, load_one(p + 4 * i, FLOATS) if key < n_keys else ZERO)
+            store_one(q + 4 * COLUMNS * i, load_one(p + 4 * i, FLOATS) if key < n_keys else ZERO)
         p += 4 * size
 
 
@@ -167,7 +242,7 @@ def _attend_eight(
     mixed = row - 4 * size
     q = mixed - 4 * size
     p, b = rows.ctypes.data + 4 * head * size, bias.ctypes.data + 4 * head * size
-    for r in range(QUERIES):
+    for r in range(ROWS):
         # Too many: the last one again, whose output is not taken.
         at = p + 4 * rows.shape[1] * min(first + r, last - 1)
         for i in range(0, 4 * size, 4 * LANES):
@@ -176,10 +251,10 @@ def _attend_eight(
                 room.ctypes.data + r * row + q + i, multiply_add(number, splat(scale), splat(ZERO))
             )
     scores = room.ctypes.data
-    for block in range((n_keys + KEYS - 1) // KEYS):
-        multiply_tile(QUERIES, 2, scores + q, row, 4, turned[block].ctypes.data, 4 * KEYS, size,
-                      scores + 4 * KEYS * block, row)  # fmt: skip
-    for r in range(QUERIES):
+    for block in range((n_keys + COLUMNS - 1) // COLUMNS):
+        multiply_tile(ROWS, 2, False, scores + q, row, 4, turned[block].ctypes.data, 4 * COLUMNS,
+                      size, scores + 4 * COLUMNS * block, row)  # fmt: skip
+    for r in range(ROWS):
         end = past + min(first + r, last - 1) + 1
         if seen.size and not seen[end - 1]:
             end = 0  # padding
@@ -187,10 +262,10 @@ def _attend_eight(
         for s in range(end, n_keys):
             room[r, s] = ZERO
     at, to, step = values.ctypes.data, scores + mixed, 4 * size
-    for low in range(0, size // KEYS * KEYS, KEYS):
-        multiply_tile(QUERIES, 2, scores, row, 4, at + 4 * low, step, n_keys, to + 4 * low, row)
-    for low in range(size // KEYS * KEYS, size, LANES):
-        multiply_tile(QUERIES, 1, scores, row, 4, at + 4 * low, step, n_keys, to + 4 * low, row)
+    for low in range(0, size // COLUMNS * COLUMNS, COLUMNS):
+        multiply_tile(ROWS, 2, False, scores, row, 4, at + 4 * low, step, n_keys, to + 4 * low, row)
+    for low in range(size // COLUMNS * COLUMNS, size, LANES):
+        multiply_tile(ROWS, 1, False, scores, row, 4, at + 4 * low, step, n_keys, to + 4 * low, row)
     for r in range(last - first):
         q = out.ctypes.data + 4 * ((first + r) * out.shape[1] + head * size)
         for i in range(0, 4 * size, 4 * LANES):
@@ -229,7 +304,7 @@ class _Pass:
     """One pass: its memory, which all layers share, and its steps.
 
     `x` (rows, C) is the residual stream, but for `more` (rows, C) and its bias, the outcome of the
-    last product, which the next visit adds to it.
+    last product, which the next visit adds to it. `h` is what the next product reads.
     """
 
     def __init__(
@@ -244,9 +319,11 @@ class _Pass:
         self._shape = x.shape
         self._past = 0 if cache is None else cache.length
         self._x = x.reshape(-1, x.shape[2]).clone()
-        self._h, self._more = torch.empty_like(self._x), torch.empty_like(self._x)
+        self._h = self._x.new_empty(len(self._x), _apart(x.shape[2]))
+        self._more = torch.empty_like(self._x)
         self._more_bias: Tensor | None = None
         self._wide = self._x.new_empty(0)
+        self._panels = self._x.new_empty(2, 0)
 
     def attention(self, block: Block, looked_at: bool) -> None:
         """x += attention of LayerNorm of x."""
@@ -254,46 +331,39 @@ class _Pass:
         S, size = self._past + T, attn.head_dim
         self._norm(block.ln_1)
         # Whoever looks may keep what there is to see, so that is not memory to be used again.
-        qkv = product(self._h, attn.c_attn.matrix, None if looked_at else self._room(3 * C))
+        qkv = self._x.new_empty(B * T, 3 * C) if looked_at else self._room(3 * C)
+        self._multiply(self._h, attn.c_attn, qkv)
         bias = attn.c_attn.bias
         if looked_at:
             qkv += bias
             bias = torch.zeros_like(bias)
-        mixed = torch.empty_like(self._h) if looked_at else self._h
+        mixed = torch.empty_like(self._x) if looked_at else self._h
         keys, values = self._keys_and_values(block.layer, attn.n_head, size)
         maps = self._maps(block.layer, (B, attn.n_head, T, S)) if looked_at else None
-        n_blocks = -(-S // KEYS)
-        turned = self._x.new_empty(B * attn.n_head, n_blocks, size, KEYS)
-        # Rows that are no multiple of 4,096 bytes apart do not compete for the same cache lines.
-        room = self._x.new_empty(self._team.n_threads, QUERIES, n_blocks * KEYS + LANES + 2 * size)
+        n_blocks = -(-S // COLUMNS)
+        turned = self._x.new_empty(B * attn.n_head, n_blocks, size, COLUMNS)
+        scores = self._x.new_empty(
+            self._team.n_threads, ROWS, _apart(n_blocks * COLUMNS + 2 * size)
+        )
         self._team.run(
             _attend, _start_attend, _numpy(qkv), _numpy(bias), _numpy(keys), _numpy(values),
             self._past, NO_MASK if self._mask is None else np.ascontiguousarray(self._mask.numpy()),
-            f32(attn.scale), _numpy(turned), _numpy(room),
+            f32(attn.scale), _numpy(turned), _numpy(scores),
             NO_MAPS if maps is None else _numpy(maps), _numpy(mixed),
         )  # fmt: skip
         if maps is not None:
-            assert self._observe is not None
-            q = qkv[:, :C].view(B, T, attn.n_head, size).transpose(1, 2)
-            allowed = allowed_keys(T, S, self._mask, device=qkv.device)
-            output = mixed.view(B, T, attn.n_head, size).transpose(1, 2)
-            self._observe(
-                block.layer,
-                AttentionSteps(
-                    q, keys[:, :, :S], values[:, :, :S], attn.scale, allowed, attn.upcast, maps,
-                    output,
-                ),
-            )  # fmt: skip
-        self._more = product(mixed, attn.c_proj.matrix, self._more)
+            self._show(block, qkv, keys[:, :, :S], values[:, :, :S], maps, mixed)
+        self._multiply(mixed, attn.c_proj, self._more)
         self._more_bias = attn.c_proj.bias
 
     def mlp(self, block: Block) -> None:
         """x += MLP of LayerNorm of x."""
         self._norm(block.ln_2)
-        matrix, bias = block.mlp.c_fc.matrix, block.mlp.c_fc.bias
-        units = product(self._h, matrix, self._room(matrix.shape[1]))
+        bias = block.mlp.c_fc.bias
+        units = self._room(_apart(len(bias)))
+        self._multiply(self._h, block.mlp.c_fc, units)
         self._team.run(_add_and_gelu, _start_add_and_gelu, _numpy(units), _numpy(bias))
-        self._more = product(units, block.mlp.c_proj.matrix, self._more)
+        self._multiply(units, block.mlp.c_proj, self._more)
         self._more_bias = block.mlp.c_proj.bias
 
     def end(self) -> Tensor:
@@ -309,6 +379,36 @@ class _Pass:
             _add_and_norm, _start_add_and_norm, _numpy(self._x), more, _numpy(bias),
             _numpy(layer.weight), _numpy(layer.bias), f32(layer.eps), _numpy(self._h),
         )  # fmt: skip
+
+    def _multiply(self, x: Tensor, layer: Linear, out: Tensor) -> None:
+        """out (rows, at least width) = x (rows, at least n_in) times the layer's matrix."""
+        n_in, width = layer.weight.shape
+        is_float32 = layer.weight.dtype == torch.float32
+        if width % COLUMNS or (is_float32 and torch_multiplies_faster()):
+            torch.mm(x[:, :n_in], layer.matrix, out=out[:, :width])
+            return
+        if self._panels.shape[1] < DEPTH * width:
+            self._panels = self._x.new_empty(2, DEPTH * width)
+        self._team.run(
+            _multiply, _start_multiply, _numpy(x), Matrix.of(layer.weight, layer.scale),
+            FORMATS[layer.weight.dtype], _numpy(self._panels), _numpy(out),
+        )  # fmt: skip
+
+    def _show(
+        self, block: Block, qkv: Tensor, keys: Tensor, values: Tensor, maps: Tensor, mixed: Tensor
+    ) -> None:
+        """Let the observer see what a layer's attention computed."""
+        assert self._observe is not None
+        (B, T, C), attn, n_keys = self._shape, block.attn, keys.shape[2]
+        q, output = (
+            rows.view(B, T, attn.n_head, attn.head_dim).transpose(1, 2)
+            for rows in (qkv[:, :C], mixed)
+        )
+        allowed = allowed_keys(T, n_keys, self._mask)
+        steps = AttentionSteps(
+            q, keys, values, attn.scale, allowed, attn.upcast, maps, output
+        )  # fmt: skip
+        self._observe(block.layer, steps)
 
     def _room(self, width: int) -> Tensor:
         """(rows, width): memory that attention and MLP use in turn."""
@@ -329,6 +429,24 @@ class _Pass:
         find_room = getattr(self._observe, "room", None)
         room = None if find_room is None else find_room(layer, shape)
         return self._x.new_empty(shape) if room is None else room
+
+
+@cache
+def torch_multiplies_faster() -> bool:
+    """Whether torch's library for products of float32 numbers, MKL, is on a processor it is for.
+
+    It is 6 % faster there, and on others keeps to half the width of AVX-512. The two round
+    differently, so that it is no timing that decides, which might come out otherwise next time.
+    """
+    try:
+        return "GenuineIntel" in Path("/proc/cpuinfo").read_text()
+    except OSError:
+        return "Intel" in platform.processor()
+
+
+def _apart(width: int) -> int:
+    """At least `width` floats: rows whole kilobytes apart would compete for places in the cache."""
+    return width if width % 256 else width + LANES
 
 
 def _numpy(tensor: Tensor) -> np.ndarray:

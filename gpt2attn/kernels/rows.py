@@ -86,13 +86,11 @@ def layer_norm(x, weight, bias, epsilon, out):  # type: ignore[no-untyped-def]
 
 @compiled(inner=True, fastmath=FAST)
 def gelu(x):  # type: ignore[no-untyped-def]
-    """GPT-2's GELU of x (rows, width) in place: 0.5 x (1 + tanh(y)) is x / (1 + exp(-2 y))."""
+    """GPT-2's GELU of x (n) in place: 0.5 x (1 + tanh(y)) is x / (1 + exp(-2 y))."""
     stay_apart()
-    rows, width = x.shape
-    for r in range(rows):
-        for i in range(width):
-            v = x[r, i]
-            x[r, i] = v / (f32(1.0) + exp(GELU_SLOPE * (v + GELU_CUBE * v * v * v)))
+    for i in range(x.size):
+        v = x[i]
+        x[i] = v / (f32(1.0) + exp(GELU_SLOPE * (v + GELU_CUBE * v * v * v)))
 
 
 @compiled(inner=True)  # no fastmath: `exp_of` rounds by adding and taking away

@@ -231,29 +231,37 @@ def largest(typingctx, vector):  # type: ignore[no-untyped-def]
 
 @intrinsic(prefer_literal=True)
 def multiply_tile(  # type: ignore[no-untyped-def]
-    typingctx, rows, vectors, a, a_row, a_next, b, b_next, n, out, out_row
+    typingctx, rows, vectors, onto, a, a_row, a_next, b, b_next, n, out, out_row
 ):
     """out (rows, 16 vectors) = a (rows, n) times b (n, 16 vectors), all float32 and by address.
 
-    `rows` and `vectors` are constants: the sums stay in registers, so their product should be at
-    most 24. A row of `a` is `a_row` bytes after the one before and its numbers are `a_next` apart;
-    rows of `b` and of `out` are `b_next` and `out_row` apart. Sums are taken in the order of n.
+    With `onto` it is added to what is there. `rows` and `vectors` are constants: the sums stay in
+    registers, so their product should be at most 24. A row of `a` is `a_row` bytes after the one
+    before and its numbers are `a_next` apart; rows of `b` and of `out` are `b_next` and `out_row`
+    apart. Sums are taken in the order of n.
     """
     n_rows, n_vectors = rows.literal_value, vectors.literal_value
 
     def generate(context, builder, signature, args):  # type: ignore[no-untyped-def]
-        a, a_row, a_next, b, b_next, n, out, out_row = args[2:]
+        onto, a, a_row, a_next, b, b_next, n, out, out_row = args[2:]
         number, wide = ir.IntType(64), _FLOATS.as_pointer()
         zero = ir.Constant(_FLOATS, [0.0] * LANES)
         steps = [builder.mul(a_row, ir.Constant(number, row)) for row in range(n_rows)]
-        before = builder.block
+        places = [
+            builder.add(out, builder.add(
+                builder.mul(out_row, ir.Constant(number, row)), ir.Constant(number, 64 * v)
+            ))
+            for row in range(n_rows)
+            for v in range(n_vectors)
+        ]  # fmt: skip
+        start = builder.block
         loop = builder.append_basic_block("tile")
         done = builder.append_basic_block("tile.done")
         builder.cbranch(builder.icmp_signed(">", n, ir.Constant(number, 0)), loop, done)
 
         builder.position_at_end(loop)
-        starts = (ir.Constant(number, 0), a, b)
-        k, at_a, at_b = phis = [builder.phi(number) for _ in starts]
+        first = (ir.Constant(number, 0), a, b)
+        k, at_a, at_b = phis = [builder.phi(number) for _ in first]
         sums = [builder.phi(_FLOATS) for _ in range(n_rows * n_vectors)]
         columns = [
             builder.load(
@@ -274,28 +282,27 @@ def multiply_tile(  # type: ignore[no-untyped-def]
             builder.add(at_a, a_next),
             builder.add(at_b, b_next),
         ]
-        for phi, start, value in zip(phis, starts, following, strict=True):
-            phi.add_incoming(start, before)
+        for phi, begin, value in zip(phis, first, following, strict=True):
+            phi.add_incoming(begin, start)
             phi.add_incoming(value, loop)
         for phi, value in zip(sums, after, strict=True):
-            phi.add_incoming(zero, before)
+            phi.add_incoming(zero, start)
             phi.add_incoming(value, loop)
         builder.cbranch(builder.icmp_signed("<", following[0], n), loop, done)
 
         builder.position_at_end(done)
         for i, value in enumerate(after):
             total_of = builder.phi(_FLOATS)
-            total_of.add_incoming(zero, before)
+            total_of.add_incoming(zero, start)
             total_of.add_incoming(value, loop)
             after[i] = total_of
         for i, value in enumerate(after):
-            row, v = divmod(i, n_vectors)
-            place = builder.add(out, builder.mul(out_row, ir.Constant(number, row)))
-            place = builder.add(place, ir.Constant(number, 64 * v))
-            builder.store(value, builder.inttoptr(place, wide), align=4)
+            place = builder.inttoptr(places[i], wide)
+            before = builder.select(onto, builder.load(place, align=4), zero)
+            builder.store(builder.fadd(value, before), place, align=4)
         return context.get_dummy_value()
 
-    signature = types.void(rows, vectors, *[types.int64] * 8)
+    signature = types.void(rows, vectors, types.boolean, *[types.int64] * 8)
     return signature, generate
 
 

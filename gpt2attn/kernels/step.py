@@ -15,7 +15,6 @@ import torch
 from torch import Tensor
 
 from .activations import TANH_GELUS
-from .products import product
 
 if TYPE_CHECKING:
     from ..cache import KVCache
@@ -58,7 +57,7 @@ class CompiledStep:
 
     def __init__(self, model: GPT2) -> None:
         self.n_threads = torch.get_num_threads()
-        self._blocks, self._table = list(model.h), model.table
+        self._blocks = list(model.h)
         self._weights = Weights(
             model.config,
             [_block_weights(block) for block in model.h],
@@ -100,15 +99,10 @@ class CompiledStep:
 
         `decoding` says that a decoding pass gave x.
         """
-        rows = x.shape[:-1].numel()
-        if x.requires_grad or x.dtype != torch.float32:
+        few = x.shape[:-1].numel() <= self._max_rows
+        if not (decoding and few) or x.requires_grad or self._decode is None:
             return None
-        if decoding and rows <= self._max_rows and self._decode is not None:
-            return self._decode.unembed(x)
-        if rows >= MIN_PREFILL and self._table.weight.dtype == torch.float32:
-            logits = product(x.flatten(0, -2), self._table.matrix.t())
-            return logits.view(*x.shape[:-1], -1)
-        return None
+        return self._decode.unembed(x)
 
     def _is_decoding(self, x: Tensor, cache: KVCache | None) -> bool:
         cached = cache is not None and cache.length > 0
