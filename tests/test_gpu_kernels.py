@@ -80,12 +80,15 @@ def test_generation_runs_on_it(static, tiny_folder):
 
 
 def test_what_it_takes(static):
-    x = torch.zeros(2, 1, 32)
-    assert static.compiled.takes(x)
-    assert not static.compiled.takes(torch.zeros(2, 2, 32))
-    assert not static.compiled.takes(x.requires_grad_())
+    x, cache = torch.zeros(2, 1, 32), KVCache.for_model(static, 2)
+    takes = static.compiled.takes
+    assert takes(x, cache, None)
+    assert not takes(x, None, None)
+    assert not takes(x, cache, lambda layer, steps: None)
+    assert not takes(torch.zeros(2, 2, 32), cache, None)
+    assert not takes(x.requires_grad_(), cache, None)
     y = torch.randn(2, 32)
-    assert torch.equal(static.compiled.unembed(y), y @ static.wte.weight.t())
+    assert torch.equal(static.unembed(y, decoding=True), y @ static.wte.weight.t())
 
 
 def test_what_belongs_to_a_cache_goes_with_it(static):

@@ -5,6 +5,7 @@ import subprocess
 import sys
 import threading
 
+import numpy as np
 import pytest
 import torch
 from checkpoints import TINY, write_checkpoint
@@ -14,7 +15,7 @@ from gpt2attn.generation import Row, decode
 from gpt2attn.kernels import prefill, use_kernels
 from gpt2attn.kernels.formats import GROUP, STORED, quantize, widen
 from gpt2attn.kernels.step import MAX_ROWS, MAX_ROWS_WIDENED, MIN_PREFILL
-from gpt2attn.kernels.team import find_pool
+from gpt2attn.kernels.team import SHARED_SIZE, find_pool
 from gpt2attn.sampling import Sampling
 
 # Other sums of float32 numbers; transformers' own distance from float64 here is about 4e-6.
@@ -402,7 +403,7 @@ class TestWhereItDoesNotFit:
         program = (
             "import sys; sys.modules['numba'] = None\n"
             "from gpt2attn import load_model\n"
-            "from gpt2attn.kernels import prefill, use_kernels\n"
+            "from gpt2attn.kernels import use_kernels\n"
             f"model = load_model({str(tiny_folder)!r}, kernels='auto')\n"
             "print(model.compiled, use_kernels(model, 'auto'))"
         )
@@ -487,7 +488,8 @@ print(os.wait()[1], list(generate(model, [1, 2], 8, temperature=0)) == expected)
                 raise KeyboardInterrupt
             barrier(shared, n_threads)
 
-        team._pool = None  # in torch's pool nothing of Python runs that could be interrupted
+        # In torch's pool nothing of Python runs that could be interrupted.
         with pytest.raises(KeyboardInterrupt):
-            team.run(interrupted, None)
+            team._run_in_own(interrupted, np.zeros(SHARED_SIZE, np.int64), ())
+        team._pool = None
         assert list(generate(fast, [1, 2], 8, temperature=0)) == expected

@@ -45,13 +45,18 @@ class GraphStep:
 
     @torch.no_grad()
     def blocks(
-        self, x: Tensor, cache: KVCache, mask: Tensor | None, observe: None = None
+        self,
+        x: Tensor,
+        cache: KVCache | None,
+        mask: Tensor | None,
+        observe: Observer | None = None,
     ) -> Tensor:
         """All blocks for one new token `x` (B, 1, C); stores its keys and values in `cache`.
 
         `mask` (B, cached + 1) is False at padding. Does not advance the cache, which the model
         does.
         """
+        assert cache is not None
         with self._lock:  # a capture in one thread must not meet one in another
             if cache not in self._steps:
                 self._steps[cache] = _CacheStep(self._blocks, cache, x)

@@ -36,7 +36,7 @@ from .simd import (
     total,
 )
 from .step import ROWS_AT_ONCE
-from .team import Team, barrier, in_pool
+from .team import Kernel, Team, barrier
 
 if TYPE_CHECKING:
     from ..cache import KVCache
@@ -46,8 +46,6 @@ if TYPE_CHECKING:
 LINE = 64  # bytes of a cache line
 SUMS_IN_L1 = 4096  # floats
 TOKENS_AT_ONCE = 4  # of the vocabulary
-
-NO_MASK = np.empty((0, 0), np.bool_)
 
 
 class Matrix(NamedTuple):
@@ -89,7 +87,7 @@ def _multiply(x, x_low, matrix, low, high, like, out):  # type: ignore[no-untype
                 _add_eight_to_all(numbers, 4 * x.shape[1], rows, weights, step, scales, n, like,
                                   sums, 4 * out.shape[1])  # fmt: skip
     _one_by_one(x, x_low, matrix, low, whole, low, vectors, matrix.width, like, out)
-    _one_by_one(x, x_low, matrix, whole, high, low, 0, matrix.width, like, out)
+    _one_by_one(x, x_low, matrix, whole, high, low, np.int64(0), matrix.width, like, out)
 
 
 @compiled(inner=True)
@@ -224,7 +222,7 @@ def _dot(a, b, n):  # type: ignore[no-untyped-def]
 
 @compiled(inner=True)
 def _mix(weights, values, n_keys, width, out):  # type: ignore[no-untyped-def]
-    """out (width) = weights times the first n_keys rows of values (keys, width), by address."""
+    """out (width) = weights times the first n_keys rows of values (keys, width), all by address."""
     step = 4 * width
     for low in range(0, width - 63, 64):
         s, t, u, v = splat(ZERO), splat(ZERO), splat(ZERO), splat(ZERO)
@@ -236,26 +234,17 @@ def _mix(weights, values, n_keys, width, out):  # type: ignore[no-untyped-def]
             u = multiply_add(load(p + 128, FLOATS), w, u)
             v = multiply_add(load(p + 192, FLOATS), w, v)
             p += step
-        q = out.ctypes.data + 4 * low
+        q = out + 4 * low
         store(q, s)
         store(q + 64, t)
         store(q + 128, u)
         store(q + 192, v)
     for i in range(width // 64 * 64, width):
-        out[i] = ZERO
+        sum_of = ZERO
         for key in range(n_keys):
             p = values + key * step + 4 * i
-            out[i] += load_one(weights + 4 * key, FLOATS) * load_one(p, FLOATS)
-
-
-@compiled(inner=True)
-def _attend(q, keys, values, n_keys, mask, scale, weights, out):  # type: ignore[no-untyped-def]
-    """out = softmax(scale q keys^T) values, over the first n_keys keys that `mask` allows."""
-    width = q.size
-    for s in range(n_keys):
-        weights[s] = _dot(q.ctypes.data, keys.ctypes.data + 4 * width * s, width) * scale
-    softmax(weights, n_keys, mask)
-    _mix(weights.ctypes.data, values.ctypes.data, n_keys, width, out)
+            sum_of += load_one(weights + 4 * key, FLOATS) * load_one(p, FLOATS)
+        store_one(out + 4 * i, sum_of)
 
 
 # What `addresses[layer]` holds, in this order: addresses of float32 vectors, then of a matrix and
@@ -265,27 +254,23 @@ ATTN, PROJ, FC, DOWN = range(8, 16, 2)
 
 
 @compiled(inner=True)
-def _matrix(addresses, which, n_in, width):  # type: ignore[no-untyped-def]
-    group = GROUP if n_in % GROUP == 0 else n_in
-    return Matrix(addresses[which], n_in, width, addresses[which + 1], group)
-
-
-@compiled()
 def _blocks(
     thread, n_threads, shared,
     x_in, addresses, like, scales, keys, values, past, mask, epsilon, inner, wide, narrow, x_out,
 ):  # fmt: skip  # type: ignore[no-untyped-def]
     """All blocks for x_in (B * T, C), its rows ordered by text.
 
-    `keys` and `values` are the cache's (layer, B, H, max_len, D), `mask` (B, keys) or empty. `wide`
+    `keys` and `values` are the cache's (layer, B, H, max_len, D), `mask` (B, keys or 0). `wide`
     (n_threads, B * T, at least 3 C and inner) and `narrow` (n_threads, B * T, at least C) are where
     the threads put their shares: one is written while the other may still be read.
     """
     n_rows, width = x_in.shape
     _, n_text, n_head, _, size = keys.shape
-    head_low, head_high = share(n_head, 1, thread, n_threads)
-    low, high = share(width, ROWS_AT_ONCE, thread, n_threads)
-    unit_low, unit_high = share(inner, ROWS_AT_ONCE, thread, n_threads)
+    # Plain numbers would be types of their own, and a function more to compile for each.
+    zero, one, some = np.int64(0), np.int64(1), np.int64(ROWS_AT_ONCE)
+    head_low, head_high = share(n_head, one, thread, n_threads)
+    low, high = share(width, some, thread, n_threads)
+    unit_low, unit_high = share(inner, some, thread, n_threads)
     own_low, own_high = head_low * size, head_high * size
     x, h = np.empty((n_rows, width), f32), np.empty((n_rows, width), f32)
     _fill(x, width, ZERO)
@@ -294,11 +279,13 @@ def _blocks(
     mixed = np.empty((n_rows, own_high - own_low), f32)
     units = np.empty((n_rows, unit_high - unit_low), f32)
     weights = np.empty(past + n_rows // n_text + LANES, f32)
-    zero = np.int64(0)  # a plain 0 would be a type of its own, and a function more to compile
+    group = GROUP if width % GROUP == 0 else width
+    inner_group = GROUP if inner % GROUP == 0 else inner
     for layer in range(addresses.shape[0]):
         at = addresses[layer]
         layer_norm(x, vector(at[LN_1_WEIGHT], width), vector(at[LN_1_BIAS], width), epsilon, h)
-        _multiply(h, low, _matrix(at, ATTN, width, 3 * width), low, high, like, wide[thread])
+        matrix = Matrix(at[ATTN], width, 3 * width, at[ATTN + 1], group)
+        _multiply(h, low, matrix, low, high, like, wide[thread])
         if not barrier(shared, n_threads):
             return
         bias = vector(at[ATTN_BIAS], 3 * width)
@@ -307,33 +294,29 @@ def _blocks(
             _sum_shares(wide, start + own_low, start + own_high, bias, qkv[part])
         _attention(qkv, keys[layer], values[layer], head_low, past, mask, scales[layer], weights,
                    mixed)  # fmt: skip
-        matrix = _matrix(at, PROJ, width, width)
+        matrix = Matrix(at[PROJ], width, width, at[PROJ + 1], group)
         _multiply(mixed, zero, matrix, own_low, own_high, like, narrow[thread])
         if not barrier(shared, n_threads):
             return
-        _sum_shares(narrow, 0, width, vector(at[PROJ_BIAS], width), h)
+        _sum_shares(narrow, zero, width, vector(at[PROJ_BIAS], width), h)
         _add_to(x, h)
         layer_norm(x, vector(at[LN_2_WEIGHT], width), vector(at[LN_2_BIAS], width), epsilon, h)
-        _multiply(h, low, _matrix(at, FC, width, inner), low, high, like, wide[thread])
+        matrix = Matrix(at[FC], width, inner, at[FC + 1], group)
+        _multiply(h, low, matrix, low, high, like, wide[thread])
         if not barrier(shared, n_threads):
             return
         _sum_shares(wide, unit_low, unit_high, vector(at[FC_BIAS], inner), units)
-        gelu(units.ravel())
-        matrix = _matrix(at, DOWN, inner, width)
+        gelu(vector(units.ctypes.data, units.size))
+        matrix = Matrix(at[DOWN], inner, width, at[DOWN + 1], inner_group)
         _multiply(units, zero, matrix, unit_low, unit_high, like, narrow[thread])
         if not barrier(shared, n_threads):
             return
-        _sum_shares(narrow, 0, width, vector(at[DOWN_BIAS], width), h)
+        _sum_shares(narrow, zero, width, vector(at[DOWN_BIAS], width), h)
         _add_to(x, h)
     if thread == 0:
         _add_to(x_out, x)
     # Nobody reads weights after the caller may have dropped the model.
     barrier(shared, n_threads)
-
-
-@compiled()
-def _start_blocks(pool, n_threads, *arguments):  # type: ignore[no-untyped-def]
-    in_pool(pool, n_threads, _blocks, arguments)
 
 
 @compiled(inner=True)
@@ -343,23 +326,29 @@ def _attention(qkv, keys, values, head_low, past, mask, scale, weights, mixed): 
     `qkv` (3, rows, D x heads) and `mixed` (rows, D x heads) hold the heads from `head_low` on.
     """
     stay_apart()
-    n_text, _, _, size = keys.shape
-    n_rows, own = mixed.shape
-    n_new = n_rows // n_text
+    # By address: slices of arrays take long to compile.
+    n_text, n_head, max_len, size = keys.shape
+    _, n_rows, own = qkv.shape
+    n_new, part = n_rows // n_text, 4 * n_rows * own
     for row in range(n_rows):
         text, end = row // n_new, past + row % n_new + 1
-        seen = mask[text] if mask.size else mask.ravel()
         for low in range(0, own, size):
-            head = head_low + low // size
-            for i in range(size):
-                keys[text, head, end - 1, i] = qkv[1, row, low + i]
-                values[text, head, end - 1, i] = qkv[2, row, low + i]
-            _attend(qkv[0, row, low : low + size], keys[text, head], values[text, head], end, seen,
-                    scale, weights, mixed[row, low : low + size])  # fmt: skip
+            start = 4 * size * max_len * (text * n_head + head_low + low // size)
+            k, v = keys.ctypes.data + start, values.ctypes.data + start
+            new, q = 4 * size * (end - 1), qkv.ctypes.data + 4 * (row * own + low)
+            for i in range(0, 4 * size, 4):
+                store_one(k + new + i, load_one(q + part + i, FLOATS))
+                store_one(v + new + i, load_one(q + 2 * part + i, FLOATS))
+            for s in range(end):
+                weights[s] = _dot(q, k + 4 * size * s, size) * scale
+            softmax(weights, end, mask[text])
+            _mix(weights.ctypes.data, v, end, size, mixed.ctypes.data + 4 * (row * own + low))
 
 
-@compiled()
-def _unembed(thread, n_threads, shared, x, table_at, table_scales, like, widened, logits):  # type: ignore[no-untyped-def]
+@compiled(inner=True)
+def _unembed(
+    thread, n_threads, shared, x, table_at, table_scales, like, floats, widened, logits
+):  # fmt: skip  # type: ignore[no-untyped-def]
     """logits (rows, V) = x (rows, C) table^T, each thread a range of the vocabulary.
 
     `widened` (n_threads, 4 C) is room for four rows of the table. It comes from the caller, who
@@ -369,7 +358,7 @@ def _unembed(thread, n_threads, shared, x, table_at, table_scales, like, widened
     rows, width = x.shape
     size = like.itemsize
     group = GROUP if width % GROUP == 0 else width
-    low, high = share(logits.shape[1], 1, thread, n_threads)
+    low, high = share(logits.shape[1], np.int64(1), thread, n_threads)
     copy = widened.ctypes.data + thread * 4 * TOKENS_AT_ONCE * width
     first = low
     while first < high:
@@ -385,19 +374,14 @@ def _unembed(thread, n_threads, shared, x, table_at, table_scales, like, widened
             numbers = x.ctypes.data + 4 * r * width
             if rows > 1:
                 scores = _four_scores(numbers, copy, 4 * width, scales, scales_step, group, width,
-                                      FLOATS, like, False)  # fmt: skip
+                                      floats, like)  # fmt: skip
             else:
                 scores = _four_scores(numbers, at, step, scales, scales_step, group, width, like,
-                                      like, True)  # fmt: skip
+                                      like)  # fmt: skip
             for token in range(n_tokens):
                 logits[r, first + token] = scores[token]
         first += n_tokens
     barrier(shared, n_threads)
-
-
-@compiled()
-def _start_unembed(pool, n_threads, *arguments):  # type: ignore[no-untyped-def]
-    in_pool(pool, n_threads, _unembed, arguments)
 
 
 @compiled(inner=True)
@@ -417,11 +401,11 @@ def _widen(weights, step, n, like, copy):  # type: ignore[no-untyped-def]
 
 
 @compiled(inner=True)
-def _four_scores(x, rows, step, scales, scales_step, group, n, numbers, like, fetch):  # type: ignore[no-untyped-def]
+def _four_scores(x, rows, step, scales, scales_step, group, n, numbers, like):  # type: ignore[no-untyped-def]
     """The dot products of n numbers at x with four rows of n weights, all by address.
 
     `like` is the format of the table, `numbers` that of these rows, which may have been widened.
-    With `fetch` the rows after them are asked for meanwhile.
+    The rows after them are asked for meanwhile.
     """
     size = numbers.itemsize
     block = 4 * LANES  # no more than a group
@@ -430,7 +414,7 @@ def _four_scores(x, rows, step, scales, scales_step, group, n, numbers, like, fe
         s, t, u, v = splat(ZERO), splat(ZERO), splat(ZERO), splat(ZERO)
         for i in range(low, low + block, LANES):
             p = rows + i * size
-            if i * size % LINE == 0 and fetch:
+            if i * size % LINE == 0:
                 for row in range(TOKENS_AT_ONCE):
                     prefetch(p + (TOKENS_AT_ONCE + row) * step)
             number = load(x + 4 * i, FLOATS)
@@ -475,6 +459,7 @@ class DecodeStep:
     def __init__(self, weights: Weights, n_threads: int) -> None:
         self.team = Team(min(n_threads, weights.config.n_head))
         self._weights = weights
+        self._run_blocks, self._run_unembed = Kernel(_blocks), Kernel(_unembed)
         self._addresses = np.array([[_address(w) for w in block] for block in weights.blocks])
         self._like = FORMATS[weights.table.dtype]
         self._scales = np.array(weights.attention_scales, f32)
@@ -492,8 +477,7 @@ class DecodeStep:
         out = np.zeros_like(rows)
         n_threads, inner = self.team.n_threads, config.inner_dim
         self.team.run(
-            _blocks,
-            _start_blocks,
+            self._run_blocks,
             rows,
             self._addresses,
             self._like,
@@ -501,7 +485,7 @@ class DecodeStep:
             cache.keys.numpy(),
             cache.values.numpy(),
             cache.length,
-            NO_MASK if mask is None else np.ascontiguousarray(mask.numpy()),
+            mask_of(mask, batch),
             f32(config.layer_norm_epsilon),
             inner,
             _shares(n_threads, len(rows), max(3 * width, inner)),
@@ -517,10 +501,15 @@ class DecodeStep:
         logits = np.empty((len(rows), len(table)), f32)
         widened = torch.empty(self.team.n_threads, TOKENS_AT_ONCE * rows.shape[1]).numpy()
         self.team.run(
-            _unembed, _start_unembed, rows, _address(table), _address(scales), self._like, widened,
+            self._run_unembed, rows, _address(table), _address(scales), self._like, FLOATS, widened,
             logits,
         )  # fmt: skip
         return torch.from_numpy(logits).view(*x.shape[:-1], -1)
+
+
+def mask_of(mask: Tensor | None, batch: int) -> np.ndarray:
+    """`mask` (B, keys), or (B, 0) where there is none."""
+    return np.empty((batch, 0), np.bool_) if mask is None else np.ascontiguousarray(mask.numpy())
 
 
 def _shares(n_threads: int, n_rows: int, width: int) -> np.ndarray:

@@ -14,7 +14,7 @@ import platform
 from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple, cast
 
 import numpy as np
 import torch
@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from ..attention import AttentionSteps, allowed_keys
 from .compiling import compiled
-from .decode import Matrix
+from .decode import Matrix, mask_of
 from .linear import Linear
 from .rows import FLOATS, ZERO, f32, gelu, layer_norm, share, softmax, vector
 from .simd import (
@@ -39,7 +39,7 @@ from .simd import (
     store,
     store_one,
 )  # fmt: skip
-from .team import Team, barrier, in_pool, take_one
+from .team import Kernel, Team, barrier, take_one
 
 if TYPE_CHECKING:
     from ..cache import KVCache
@@ -54,11 +54,10 @@ ROWS_AT_HAND = 512  # of x: with so many numbers each, half a megabyte
 QUERIES_TAKEN = 64  # at a time by a thread
 
 NO_MORE = np.empty((0, 0), f32)
-NO_MASK = np.empty((0, 0), np.bool_)
 NO_MAPS = np.empty((0, 0, 0, 0), f32)
 
 
-@compiled()
+@compiled(inner=True)
 def _multiply(thread, n_threads, shared, x, matrix, like, panels, out):  # type: ignore[no-untyped-def]
     """out (rows, at least width) = x (rows, at least n_in) times the matrix.
 
@@ -81,11 +80,6 @@ def _multiply(thread, n_threads, shared, x, matrix, like, panels, out):  # type:
                 _sweep(numbers, x_row, at + 4 * n * column, n, sums + 4 * column, out_row, n_rows,
                        low > 0)  # fmt: skip
     barrier(shared, n_threads)
-
-
-@compiled()
-def _start_multiply(pool, n_threads, *arguments):  # type: ignore[no-untyped-def]
-    in_pool(pool, n_threads, _multiply, arguments)
 
 
 @compiled(inner=True)
@@ -121,7 +115,7 @@ def _sweep(x, x_row, panel, n, out, out_row, n_rows, onto):  # type: ignore[no-u
                       out_row)  # fmt: skip
 
 
-@compiled()
+@compiled(inner=True)
 def _add_and_norm(thread, n_threads, shared, x, more, more_bias, weight, bias, epsilon, out):  # type: ignore[no-untyped-def]
     """x (rows, C) += more + more_bias unless `more` is empty; out (rows, at least C) = its norm."""
     low, high = share(x.shape[0], 1, thread, n_threads)
@@ -133,12 +127,7 @@ def _add_and_norm(thread, n_threads, shared, x, more, more_bias, weight, bias, e
     barrier(shared, n_threads)
 
 
-@compiled()
-def _start_add_and_norm(pool, n_threads, *arguments):  # type: ignore[no-untyped-def]
-    in_pool(pool, n_threads, _add_and_norm, arguments)
-
-
-@compiled()
+@compiled(inner=True)
 def _add_and_gelu(thread, n_threads, shared, x, bias):  # type: ignore[no-untyped-def]
     """x (rows, at least inner) = GELU of x + bias (inner)."""
     low, high = share(x.shape[0], 1, thread, n_threads)
@@ -150,19 +139,14 @@ def _add_and_gelu(thread, n_threads, shared, x, bias):  # type: ignore[no-untype
     barrier(shared, n_threads)
 
 
-@compiled()
-def _start_add_and_gelu(pool, n_threads, *arguments):  # type: ignore[no-untyped-def]
-    in_pool(pool, n_threads, _add_and_gelu, arguments)
-
-
-@compiled()
+@compiled(inner=True)
 def _attend(
     thread, n_threads, shared, qkv, bias, keys, values, past, mask, scale, turned, room, maps, out
 ):  # fmt: skip  # type: ignore[no-untyped-def]
     """Attention of all heads for qkv (B * T, 3 C), its rows ordered by text, to out (B * T, C).
 
-    New keys and values are stored in `keys` and `values` (B, H, max_len, D). `mask` (B, keys) and
-    `maps` (B, H, T, keys), which gets the weights, may be empty. `turned` (B * H, blocks, D, 32) is
+    New keys and values are stored in `keys` and `values` (B, H, max_len, D). `mask` (B, keys or 0);
+    `maps` (B, H, T, keys), which gets the weights, or empty. `turned` (B * H, blocks, D, 32) is
     room for the keys, 32 at a time with the axes exchanged, `room` (n_threads, 8, row) for eight
     rows of scores and of two heads' widths after them.
     """
@@ -185,20 +169,14 @@ def _attend(
         part, unit = n_parts - 1 - taken // n_units, taken % n_units
         text, head = unit // n_head, unit % n_head
         rows, mixed = qkv[text * n_new : (text + 1) * n_new], out[text * n_new : (text + 1) * n_new]
-        seen = mask[text] if mask.size else mask.ravel()
         end = min((part + 1) * QUERIES_TAKEN, n_new)
         for first in range(part * QUERIES_TAKEN, end, ROWS):
             last = min(first + ROWS, end)
-            _attend_eight(rows, bias, head, first, last, past, seen, scale, turned[unit],
+            _attend_eight(rows, bias, head, first, last, past, mask[text], scale, turned[unit],
                           values[text, head], room[thread], mixed)  # fmt: skip
             if maps.size:
                 _keep(room[thread], past + last, maps[text, head, first:last])
     barrier(shared, n_threads)
-
-
-@compiled()
-def _start_attend(pool, n_threads, *arguments):  # type: ignore[no-untyped-def]
-    in_pool(pool, n_threads, _attend, arguments)
 
 
 @compiled(inner=True)
@@ -282,17 +260,26 @@ def _keep(weights, n_keys, maps):  # type: ignore[no-untyped-def]
             maps[t, s] = ZERO
 
 
+class _Kernels(NamedTuple):
+    multiply: Kernel
+    add_and_norm: Kernel
+    add_and_gelu: Kernel
+    attend: Kernel
+
+
 class Prefill:
     """Runs the blocks of one model over many tokens at once."""
 
     def __init__(self, blocks: Sequence[Block], team: Team) -> None:
         self._blocks, self._team = blocks, team
+        functions = (_multiply, _add_and_norm, _add_and_gelu, _attend)
+        self._kernels = _Kernels(*map(Kernel, functions))
 
     def blocks(
         self, x: Tensor, cache: KVCache | None, mask: Tensor | None, observe: Observer | None
     ) -> Tensor:
         """As `CompiledStep.blocks`."""
-        run = _Pass(self._team, x, cache, mask, observe)
+        run = _Pass(self._team, self._kernels, x, cache, mask, observe)
         wanted = getattr(observe, "layers", None)
         for layer, block in enumerate(self._blocks):
             run.attention(block, observe is not None and (wanted is None or layer in wanted))
@@ -310,12 +297,14 @@ class _Pass:
     def __init__(
         self,
         team: Team,
+        kernels: _Kernels,
         x: Tensor,
         cache: KVCache | None,
         mask: Tensor | None,
         observe: Observer | None,
     ) -> None:
-        self._team, self._cache, self._mask, self._observe = team, cache, mask, observe
+        self._team, self._kernels = team, kernels
+        self._cache, self._mask, self._observe = cache, mask, observe
         self._shape = x.shape
         self._past = 0 if cache is None else cache.length
         self._x = x.reshape(-1, x.shape[2]).clone()
@@ -333,7 +322,7 @@ class _Pass:
         # Whoever looks may keep what there is to see, so that is not memory to be used again.
         qkv = self._x.new_empty(B * T, 3 * C) if looked_at else self._room(3 * C)
         self._multiply(self._h, attn.c_attn, qkv)
-        bias = attn.c_attn.bias
+        bias: Tensor = attn.c_attn.bias
         if looked_at:
             qkv += bias
             bias = torch.zeros_like(bias)
@@ -346,8 +335,8 @@ class _Pass:
             self._team.n_threads, ROWS, _apart(n_blocks * COLUMNS + 2 * size)
         )
         self._team.run(
-            _attend, _start_attend, _numpy(qkv), _numpy(bias), _numpy(keys), _numpy(values),
-            self._past, NO_MASK if self._mask is None else np.ascontiguousarray(self._mask.numpy()),
+            self._kernels.attend, _numpy(qkv), _numpy(bias), _numpy(keys), _numpy(values),
+            self._past, mask_of(self._mask, B),
             f32(attn.scale), _numpy(turned), _numpy(scores),
             NO_MAPS if maps is None else _numpy(maps), _numpy(mixed),
         )  # fmt: skip
@@ -362,7 +351,7 @@ class _Pass:
         bias = block.mlp.c_fc.bias
         units = self._room(_apart(len(bias)))
         self._multiply(self._h, block.mlp.c_fc, units)
-        self._team.run(_add_and_gelu, _start_add_and_gelu, _numpy(units), _numpy(bias))
+        self._team.run(self._kernels.add_and_gelu, _numpy(units), _numpy(bias))
         self._multiply(units, block.mlp.c_proj, self._more)
         self._more_bias = block.mlp.c_proj.bias
 
@@ -373,10 +362,11 @@ class _Pass:
 
     def _norm(self, layer: nn.LayerNorm) -> None:
         """x += more; h = LayerNorm of x."""
-        first = self._more_bias is None
-        more, bias = (NO_MORE, layer.bias) if first else (_numpy(self._more), self._more_bias)
+        more, bias = NO_MORE, cast(Tensor, layer.bias)
+        if self._more_bias is not None:
+            more, bias = _numpy(self._more), self._more_bias
         self._team.run(
-            _add_and_norm, _start_add_and_norm, _numpy(self._x), more, _numpy(bias),
+            self._kernels.add_and_norm, _numpy(self._x), more, _numpy(bias),
             _numpy(layer.weight), _numpy(layer.bias), f32(layer.eps), _numpy(self._h),
         )  # fmt: skip
 
@@ -390,7 +380,7 @@ class _Pass:
         if self._panels.shape[1] < DEPTH * width:
             self._panels = self._x.new_empty(2, DEPTH * width)
         self._team.run(
-            _multiply, _start_multiply, _numpy(x), Matrix.of(layer.weight, layer.scale),
+            self._kernels.multiply, _numpy(x), Matrix.of(layer.weight, layer.scale),
             FORMATS[layer.weight.dtype], _numpy(self._panels), _numpy(out),
         )  # fmt: skip
 

@@ -53,7 +53,7 @@ def vector(address, n):  # type: ignore[no-untyped-def]
 @compiled(inner=True, fastmath=EXACT)
 def exp(x):  # type: ignore[no-untyped-def]
     """exp in float32 to about 1e-7, in steps that vectorise (Cephes' reduction and series)."""
-    x = min(max(x, f32(-87.0)), f32(88.0))
+    x = f32(-87.0) if x < f32(-87.0) else f32(88.0) if x > f32(88.0) else x
     n = (x * LOG2_E + NEAREST) - NEAREST
     r = x - n * LN_2_HIGH - n * LN_2_LOW
     p = f32(1.9875691500e-4)

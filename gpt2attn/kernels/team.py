@@ -15,13 +15,14 @@ import ctypes
 import os
 import threading
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from llvmlite import ir
-from numba import types
+from numba import typeof, types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
@@ -91,22 +92,32 @@ def take_one(shared):  # type: ignore[no-untyped-def]
 
 
 @intrinsic
-def in_pool(typingctx, pool, n_threads, function, arguments):  # type: ignore[no-untyped-def]
-    """Call function(thread, number of threads, *arguments) in `n_threads` threads of a pool.
+def _call(typingctx, address, thread, n_threads, arguments):  # type: ignore[no-untyped-def]
+    """Call the compiled function at an address: (thread, n_threads, *arguments)."""
 
-    There may come fewer. `function` is a compiled one, `arguments` a tuple that fits it as it is,
-    `pool` what `find_pool` returns.
+    def generate(context, builder, signature, args):  # type: ignore[no-untyped-def]
+        address, thread, n_threads, packed = args
+        _call_at(context, builder, address, arguments.types, thread, n_threads, packed)
+        return context.get_dummy_value()
+
+    return types.void(types.int64, types.int64, types.int64, arguments), generate
+
+
+@intrinsic
+def _call_in_pool(typingctx, pool, n_threads, address, arguments):  # type: ignore[no-untyped-def]
+    """Call the compiled function at an address in `n_threads` threads of a pool, or in fewer.
+
+    It gets (thread, number of threads, *arguments). `pool` is what `find_pool` returns.
     """
-    kinds = (types.int64, types.int64, *arguments.types)
-    function.dispatcher.get_call_template(kinds, {})
 
     def generate(context, builder, signature, args):  # type: ignore[no-untyped-def]
         start, which, how_many = cgutils.unpack_tuple(builder, args[0])
         number, byte = ir.IntType(64), ir.IntType(8).as_pointer()
         # What the threads need lies on the stack of this function, which waits for them.
-        held = ir.LiteralStructType([number, number, args[3].type])
+        needed = (which, how_many, args[2], args[3])
+        held = ir.LiteralStructType([value.type for value in needed])
         room = cgutils.alloca_once(builder, held)
-        for place, value in enumerate((which, how_many, args[3])):
+        for place, value in enumerate(needed):
             builder.store(value, cgutils.gep_inbounds(builder, room, 0, place))
 
         work_type = ir.FunctionType(ir.VoidType(), [byte])
@@ -114,22 +125,15 @@ def in_pool(typingctx, pool, n_threads, function, arguments):  # type: ignore[no
         work.linkage = "internal"
         inside = ir.IRBuilder(work.append_basic_block())
         taken = inside.bitcast(work.args[0], held.as_pointer())
-        which, how_many, packed = (
-            inside.load(cgutils.gep_inbounds(inside, taken, 0, place)) for place in range(3)
+        which, how_many, address, packed = (
+            inside.load(cgutils.gep_inbounds(inside, taken, 0, place)) for place in range(4)
         )
         ask = ir.FunctionType(ir.IntType(32), []).as_pointer()
-        said = [inside.call(inside.inttoptr(address, ask), []) for address in (which, how_many)]
-        values = [inside.sext(value, number) for value in said]
-        values += cgutils.unpack_tuple(inside, packed)
-        compiled = function.dispatcher.overloads[kinds]
-        context.active_code_library.add_linking_library(compiled.library)
-        context.call_conv.call_function(
-            inside,
-            context.declare_function(builder.module, compiled.fndesc),
-            compiled.signature.return_type,
-            kinds,
-            values,
+        thread, n_threads = (
+            inside.sext(inside.call(inside.inttoptr(function, ask), []), number)
+            for function in (which, how_many)
         )
+        _call_at(context, inside, address, arguments.types, thread, n_threads, packed)
         inside.ret_void()
 
         kind = ir.FunctionType(ir.VoidType(), [work.type, byte, ir.IntType(32), ir.IntType(32)])
@@ -138,7 +142,45 @@ def in_pool(typingctx, pool, n_threads, function, arguments):  # type: ignore[no
         builder.call(begin, [work, builder.bitcast(room, byte), n, no_flags])
         return context.get_dummy_value()
 
-    return types.void(pool, types.int64, function, arguments), generate
+    return types.void(pool, types.int64, types.int64, arguments), generate
+
+
+def _call_at(context, builder, address, kinds, thread, n_threads, packed):  # type: ignore[no-untyped-def]
+    kinds = (types.int64, types.int64, *kinds)
+    kind = context.call_conv.get_function_type(types.none, kinds)
+    function = builder.inttoptr(address, kind.as_pointer())
+    values = [thread, n_threads, *cgutils.unpack_tuple(builder, packed)]
+    context.call_conv.call_function(builder, function, types.none, kinds, values)
+
+
+@compiled()
+def _run_in_pool(pool, n_threads, address, *arguments):  # type: ignore[no-untyped-def]
+    _call_in_pool(pool, n_threads, address, arguments)
+
+
+@compiled()
+def _run_alone(address, thread, n_threads, *arguments):  # type: ignore[no-untyped-def]
+    _call(address, thread, n_threads, arguments)
+
+
+class Kernel:
+    """A compiled function (thread, n_threads, shared, *arguments) for a team, ending at a barrier.
+
+    Its arguments are of the same types at every call, and its arrays contiguous. It is called by
+    its address: a caller that had it compiled in would be compiled as long as itself.
+    """
+
+    def __init__(self, function: Any) -> None:
+        self._function, self._address = function, 0
+
+    def address(self, shared: np.ndarray, arguments: tuple[Any, ...]) -> int:
+        """Where the code for such arguments is; compiles it at the first call."""
+        if not self._address:
+            kinds = (types.int64, types.int64, *(typeof(one) for one in (shared, *arguments)))
+            self._function.compile(kinds)
+            made = self._function.overloads[kinds]
+            self._address = made.library.get_pointer_to_function(made.fndesc.mangled_name)
+        return self._address
 
 
 def find_pool() -> tuple[int, int, int] | None:
@@ -169,20 +211,19 @@ class Team:
         self._pid = 0
         self._workers: list[_Worker] = []
 
-    def run(
-        self, function: Callable[..., Any], launch: Callable[..., Any], *arguments: Any
-    ) -> None:
-        """Call function(thread, n_threads, shared, *arguments) in every thread.
+    def run(self, kernel: Kernel, *arguments: Any) -> None:
+        """Call the kernel in every thread; returns when all are done.
 
-        `launch(pool, n_threads, shared, *arguments)` is compiled, and does so by `in_pool`. Returns
-        when all are done; they must end at a barrier. Calls from several Python threads take turns.
+        Calls from several Python threads take turns.
         """
+        assert all(one.flags.c_contiguous for one in arguments if isinstance(one, np.ndarray))
         with self._lock:
             shared = np.zeros(SHARED_SIZE, np.int64)
+            address = kernel.address(shared, arguments)
             if self._pool is not None and self._pool_pid == os.getpid():
-                launch(self._pool, self.n_threads, shared, *arguments)
+                _run_in_pool(self._pool, self.n_threads, address, shared, *arguments)
             else:
-                self._run_in_own(function, shared, arguments)
+                self._run_in_own(partial(_run_alone, address), shared, arguments)
 
     def _run_in_own(
         self, function: Callable[..., Any], shared: np.ndarray, arguments: tuple[Any, ...]
