@@ -2,22 +2,12 @@
 
 import pytest
 import torch
-from checkpoints import TINY, write_checkpoint
+from checkpoints import TINY
 from transformers import GPT2LMHeadModel
 
-from gpt2attn import AttentionMaps, LanguageModel, Tokenizer, attention_maps, load, load_model
+from gpt2attn import AttentionMaps, LanguageModel, attention_maps, load_model
 from gpt2attn.capture import Recorder, chosen
 from gpt2attn.generation import left_padded
-
-
-@pytest.fixture(scope="module")
-def lm(tmp_path_factory):
-    """Tiny, but with GPT-2's vocabulary."""
-    folder = write_checkpoint(
-        tmp_path_factory.mktemp("words"), {"vocab_size": 50257, "n_positions": 64}
-    )
-    Tokenizer.gpt2().save(folder)
-    return load(folder, device="cpu")
 
 
 def random_row(length, seed=0):
@@ -27,7 +17,7 @@ def random_row(length, seed=0):
 
 @pytest.fixture(scope="module")
 def model(tiny_folder):
-    return load_model(tiny_folder)
+    return load_model(tiny_folder, kernels="torch")
 
 
 @pytest.mark.parametrize("batch", [1, 2])

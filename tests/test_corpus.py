@@ -194,7 +194,7 @@ class TestWorkers:
         source.write_text("\n".join(texts))
         command = ("attention", "--input", source, "-o", out, "-m", folder, "--workers", "2")
         assert run(*command).status == 0
-        lm = load(folder, device="cpu")
+        lm = load(folder, device="cpu", kernels="torch")
         rows = [json.loads(line) for line in (out / "index.jsonl").read_text().splitlines()]
         assert [row["line"] for row in rows] == [1, 2, 3]
         for row, text in zip(rows, texts, strict=True):
