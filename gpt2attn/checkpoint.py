@@ -397,7 +397,9 @@ def _report_nonfinite(
     if any(state[key].dtype == torch.float16 != DTYPES[chosen[key].dtype] for key in bad):
         text += ", where float16 ends at 65,504; try bfloat16 or float32"
     if not allowed:
-        raise CheckpointError(f"{text}; allow_nonfinite=True (--allow-nonfinite) only warns.")
+        raise CheckpointError(
+            f"{text}; allow_nonfinite=True (--allow-nonfinite, where a command has it) only warns."
+        )
     warnings.warn(f"{text}.", stacklevel=3)
 
 

@@ -2,15 +2,20 @@
 input.
 """
 
+import inspect
 import json
 import os
 import subprocess
 import sys
 
 import pytest
+from checkpoints import write_checkpoint
 from cli_runner import refused, run
 
-from gpt2attn import AttentionMaps, Tokenizer
+from gpt2attn import AttentionMaps, Tokenizer, load, load_model
+from gpt2attn.cli import app
+from gpt2attn.corpus import locate
+from gpt2attn.kernels import use_kernels
 
 SENTENCE = "Apple raised its price target"
 
@@ -228,6 +233,8 @@ class TestAttention:
         written = first.stat().st_mtime_ns
         source.write_text('{"text": "one"}\n\n"two three"\n')
         refused(run("attention", "--input", source, "-m", folder, "-o", out), "another job")
+        other = ("--input", source, "-m", folder, "-o", out, "--kernels", "auto")
+        refused(run("attention", *other), "another job", "kernels")
         source.write_text('{"text": "one"}\n\n"two three"\n{"text": ""}\n')
         refused(run("attention", "--input", source, "-m", folder, "-o", out), "line 4")
         assert first.stat().st_mtime_ns == written
@@ -255,6 +262,52 @@ class TestInfo:
         text = run("info", "-m", folder).stdout
         assert f"{facts['parameters']:,}" in text
         assert facts["files"][0]["sha256"] in text
+
+    def test_which_kernels_would_run(self, folder, lm, tmp_path):
+        facts = json.loads(run("info", "-m", folder, "--json").stdout)
+        assert facts["kernels"] == use_kernels(lm.model, "auto")
+        write_checkpoint(tmp_path, {"activation_function": "relu"})
+        facts = json.loads(run("info", "-m", tmp_path, "--json").stdout)
+        assert facts["kernels"] == "torch (the activation is relu)"
+
+
+class TestKernels:
+    EXACT = ("attention", "trace", "heads", "neighbours", "drift", "lens", "explain", "verify")
+
+    def test_every_command_that_loads_a_model_has_them(self):
+        defaults = {
+            command.callback.__name__: parameter.default
+            for command in app.registered_commands
+            for name, parameter in inspect.signature(command.callback).parameters.items()
+            if name == "kernels"
+        }
+        assert defaults == {
+            **dict.fromkeys(self.EXACT, "torch"),
+            **dict.fromkeys(("generate", "score", "bench"), "auto"),
+        }
+        for function in (load, load_model, locate):
+            assert inspect.signature(function).parameters["kernels"].default == "auto"
+
+    @pytest.mark.parametrize("name", [*EXACT[:-1], "generate", "score"])
+    def test_the_option_reaches_the_model(self, small_model, monkeypatch, name):
+        asked = []
+
+        def noticed(model, kernels):
+            asked.append(kernels)
+            return use_kernels(model, kernels)
+
+        monkeypatch.setattr("gpt2attn.checkpoint.use_kernels", noticed)
+        text = {"neighbours": ["the"], "drift": [" the", "a the", "b the"]}.get(name, ["the cat"])
+        more = {"trace": ["--layer", "0", "--head", "1"], "explain": ["-s", "1"]}.get(name, [])
+        command = [name, *text, "-m", small_model, *more]
+        default = "torch" if name in self.EXACT else "auto"
+        for options, kernels in (
+            ([], default),
+            *((["--kernels", k], k) for k in ("auto", "torch")),
+        ):
+            assert run(*command, *options).status == 0
+            assert asked.pop() == kernels
+        assert asked == []
 
 
 class TestProgram:

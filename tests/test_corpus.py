@@ -151,6 +151,15 @@ class TestScores:
         assert result.status == 2
         assert "go with the texts of --input" in result.stderr
 
+    @pytest.mark.parametrize("command", ["score", "attention"])
+    def test_there_is_a_limit_to_workers(self, folder, source, tmp_path, command):
+        options = ("--input", source, "-m", folder, "--workers", "257", "-o", tmp_path / "x.jsonl")
+        result = run(command, *options)
+        assert result.status == 2
+        assert "--workers" in result.stderr
+        assert "256" in result.stderr
+        assert list(tmp_path.iterdir()) == []
+
     def test_an_existing_file_is_refused_before_any_work(self, folder, source, tmp_path):
         out = tmp_path / "rows.jsonl"
         out.write_text("mine")

@@ -100,16 +100,8 @@ def attention(
     if records is not None:
         if text is not None or text_file is not None or out is None:
             raise ValueError("--input goes with --out FOLDER, and not with another text.")
-        loader = find_model(
-            model,
-            revision,
-            device,
-            "float32",
-            kernels,
-            allow_pickle,
-            allow_nonfinite,
-            engine=engine,
-        )
+        how = (device, "float32", kernels, allow_pickle, allow_nonfinite)
+        loader = find_model(model, revision, *how, engine=engine)
         run = {"n_workers": workers, "threads": threads, "engine": engine}
         _dump_many(loader, records, out, suffix, special, options, run)
         return
