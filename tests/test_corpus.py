@@ -20,8 +20,8 @@ from gpt2attn.jobs import ResultFile
 from gpt2attn.scoring import score_texts
 
 N_TEXTS = 1000
-# Chunks of 16 * 64 characters, so that there are many of them.
-SMALL = ("--batch-tokens", "64", "--context", "24")
+# Chunks of 16 * 64 characters, so that there are many of them. Rows are compared byte for byte.
+SMALL = ("--batch-tokens", "64", "--context", "24", "--kernels", "torch")
 
 
 @pytest.fixture(scope="module")
