@@ -294,6 +294,8 @@ def provenance(model: GPT2) -> dict[str, Any]:
     """What a dump says of how its numbers were made."""
     return {
         "dtype": str(model.dtype).removeprefix("torch."),
+        "weights_dtype": str(model.table.weight.dtype).removeprefix("torch."),
+        "kernels": model.kernels,
         "device": model.device.type,
         "torch": torch.__version__,
         "gpt2attn": __version__,

@@ -90,17 +90,18 @@ def load_model(
     dtype: torch.dtype = torch.float32,
     allow_pickle: bool = False,
     allow_nonfinite: bool = False,
-    kernels: str = "torch",
+    kernels: str = "auto",
 ) -> GPT2:
     """The model in a checkpoint folder, a Hub repository or the built-in `pocket`, for inference.
 
-    `dtype` is what the weights are stored and computed in, whatever the file holds; nothing in a
-    config lowers it. With `kernels` "auto" on the CPU it is what the big matrices are stored in,
-    and may be int8 too, while all arithmetic is float32 (`kernels.formats`). `allow_pickle` permits
-    pytorch_model.bin where there is no safetensors file, read as plain tensors without running
-    code. Weights with NaN or infinity are refused, or with `allow_nonfinite` reported by a warning.
-    `kernels` "torch" keeps every product torch's own, bit for bit transformers'; "auto" decodes
-    with the compiled step where it fits (`kernels`).
+    `kernels` "auto" decodes with the compiled step where it fits the model and the machine, and
+    with torch elsewhere; "torch" keeps every operation torch's own, bit for bit transformers'.
+    `dtype` bfloat16, float16 or int8 is with "auto" on the CPU what the big matrices are stored in,
+    while all arithmetic is float32 (`kernels.formats`); with "torch", and on CUDA, the weights are
+    stored and computed in `dtype`, which is then not int8. What the file holds, and its config, do
+    not change it. `allow_pickle` permits pytorch_model.bin where there is no safetensors file, read
+    as plain tensors without running code. Weights with NaN or infinity are refused, or with
+    `allow_nonfinite` reported by a warning.
 
     A float32 model on the CPU is a private map of its file: do not write into the file itself while
     the model is in use; `save_model` puts a new one in its place, which is safe.
@@ -127,12 +128,15 @@ def load_model(
         _check_copies(chosen, copies, folder)
         computed = torch.float32 if only_stored else dtype
         state = {key: chosen[key].read().to(device, computed) for key in model.state_dict()}
-    _check_finite(state, chosen, folder, allow_nonfinite)
+    nonfinite = _nonfinite(state)
     model.load_state_dict(state, assign=True)
     model.requires_grad_(False).eval()
     if only_stored:
         del state
         store_weights(model, dtype)
+        nonfinite |= _nonfinite(model.state_dict())  # too large for 16 bits
+    if nonfinite:
+        _report_nonfinite(nonfinite, model, chosen, folder, allow_nonfinite)
     use_kernels(model, kernels)
     return model
 
@@ -381,17 +385,21 @@ def _check_copies(chosen: dict[str, Entry], copies: list[tuple[str, Entry]], fol
             raise CheckpointError(f"{text}.")
 
 
-def _check_finite(
-    state: dict[str, Tensor], chosen: dict[str, Entry], folder: Path, allowed: bool
+def _nonfinite(state: Mapping[str, Tensor]) -> set[str]:
+    return {key for key, tensor in state.items() if _has_nonfinite(tensor)}
+
+
+def _report_nonfinite(
+    bad: set[str], model: GPT2, chosen: dict[str, Entry], folder: Path, allowed: bool
 ) -> None:
-    bad = [key for key, tensor in state.items() if _has_nonfinite(tensor)]
-    if not bad:
-        return
+    state = model.state_dict()
     text = f"{folder}: NaN or infinity in {listed(bad)}"
     if any(state[key].dtype == torch.float16 != DTYPES[chosen[key].dtype] for key in bad):
         text += ", where float16 ends at 65,504; try bfloat16 or float32"
     if not allowed:
-        raise CheckpointError(f"{text}; allow_nonfinite=True (--allow-nonfinite) only warns.")
+        raise CheckpointError(
+            f"{text}; allow_nonfinite=True (--allow-nonfinite, where a command has it) only warns."
+        )
     warnings.warn(f"{text}.", stacklevel=3)
 
 

@@ -89,7 +89,7 @@ def locate(
     revision: str | None = None,
     device: str = "auto",
     dtype: str = "float32",
-    kernels: str = "torch",
+    kernels: str = "auto",
     notify: Callable[[str], None] | None = None,
     **options: Any,
 ) -> Loader:

@@ -171,12 +171,14 @@ def _cached_copy(name: str, revision: str | None) -> _Copy:
     from huggingface_hub import constants, snapshot_download
     from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
 
+    folder = None
     try:
-        # No patterns: this only maps the revision to its folder. Which files a model needs is
-        # decided below, and alike for every version of huggingface_hub.
-        folder = Path(
-            snapshot_download(name, revision=revision, local_files_only=True, allow_patterns=[])
-        )
+        if not _has_pipes(name):
+            # No patterns: this only maps the revision to its folder. Which files a model needs is
+            # decided below, and alike for every version of huggingface_hub.
+            folder = Path(
+                snapshot_download(name, revision=revision, local_files_only=True, allow_patterns=[])
+            )
     except HFValidationError as error:
         raise HubError(
             f"model {name!r} is neither a folder ({os.path.abspath(name)}) nor a valid Hub "
@@ -185,7 +187,7 @@ def _cached_copy(name: str, revision: str | None) -> _Copy:
     except LocalEntryNotFoundError:
         return _Copy(None, [])
     except UnicodeDecodeError:
-        folder = None
+        pass
     except OSError as error:
         raise HubError(
             f"cannot read the Hub cache for {name!r}: {error}; check its permissions, set "
@@ -199,6 +201,22 @@ def _cached_copy(name: str, revision: str | None) -> _Copy:
             f"models--{name.replace('/', '--')}, or {_ELSE}"
         )
     return _Copy(folder, _lacking(name, folder))
+
+
+def _has_pipes(name: str) -> bool:
+    """Whether a pipe or a device stands where the cache keeps notes: to read it may never end."""
+    from huggingface_hub import constants
+
+    repository = os.path.join(constants.HF_HUB_CACHE, f"models--{name.replace('/', '--')}")
+    if not os.path.isdir(repository):
+        return False
+    notes = (
+        Path(folder, file)
+        for kind in ("refs", "trees")  # the commit of each branch, the files of each commit
+        for folder, _, files in os.walk(os.path.join(repository, kind))
+        for file in files
+    )
+    return any(path.exists() and not path.is_file() for path in notes)
 
 
 def _lacking(name: str, folder: Path) -> list[str]:

@@ -240,16 +240,18 @@ def load(
     revision: str | None = None,
     device: str = "auto",
     dtype: torch.dtype = torch.float32,
-    kernels: str = "torch",
+    kernels: str = "auto",
     allow_pickle: bool = False,
     allow_nonfinite: bool = False,
     notify: Callable[[str], None] | None = None,
 ) -> LanguageModel:
     """A model with its tokenizer: `pocket` (built in), a folder, or a Hub name such as `gpt2`.
 
-    `device` is "auto" (CUDA if there is one), "cpu" or "cuda"; `kernels`, `allow_pickle` and
-    `allow_nonfinite` as in `load_model`; `notify` is given a line before a download starts. Raises
-    ValueError with one sentence if there is no such model or its files do not fit.
+    `device` is "auto" (CUDA if there is one), "cpu" or "cuda". All that the model does runs on
+    `kernels`: "auto" are the fast ones, with which `dtype` is on a CPU only how weights are stored;
+    "torch" are bit for bit transformers'. Both, `allow_pickle` and `allow_nonfinite` are those of
+    `load_model`. `notify` is given a line before a download starts. Raises ValueError with one
+    sentence if there is no such model or its files do not fit.
     """
     source = resolve(name, revision=revision, notify=notify)
     model = load_model(

@@ -139,6 +139,7 @@ class GPT2(nn.Module):
         if not config.tie_word_embeddings:
             self.lm_head = Table(config.vocab_size, config.n_embd)
         self.compiled: CompiledStep | GraphStep | None = None  # see kernels.use_kernels
+        self.kernels = "torch"  # likewise: what was asked for
 
     def _apply(self, *arguments: Any, **options: Any) -> GPT2:
         self.compiled = None  # it holds on to the weights as they were before this move or cast

@@ -119,7 +119,7 @@ def main(
     ),
 ) -> None:
     """Write the maps, a summary and the best head's trace of the standing sentence."""
-    lm = load(model, device="cpu")
+    lm = load(model, device="cpu", kernels="torch")
     out.mkdir(parents=True, exist_ok=True)
     summaries, texts = {}, []
     for name, sentence in SENTENCES.items():

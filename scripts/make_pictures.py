@@ -34,7 +34,7 @@ def main(
     head: Annotated[int, typer.Option(help="Of the pictures of one head.")] = 2,
 ) -> None:
     """Write a picture of each kind."""
-    lm = gpt2attn.load(model, device="cpu")
+    lm = gpt2attn.load(model, device="cpu", kernels="torch")
     short, long = lm.attention(SENTENCE, stages=STAGES), lm.attention(LONGER)
     ids = [lm.encode(text) for text in TEXTS]
     word = lm.tokenizer.id_of(WORD)

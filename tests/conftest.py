@@ -13,11 +13,42 @@ from checkpoints import wide_hf_model as make_wide_hf_model
 from checkpoints import write_checkpoint
 from transformers import GPT2LMHeadModel
 
+from gpt2attn import LanguageModel, Tokenizer, load
+
 
 @pytest.fixture(scope="session")
 def tiny_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A tiny checkpoint with wide weights; its sizes are `checkpoints.TINY`."""
     return write_checkpoint(tmp_path_factory.mktemp("tiny"))
+
+
+@pytest.fixture(scope="session")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Tiny, but with GPT-2's vocabulary."""
+    folder = write_checkpoint(
+        tmp_path_factory.mktemp("words"), {"vocab_size": 50257, "n_positions": 64}
+    )
+    Tokenizer.gpt2().save(folder)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def lm(folder: Path) -> LanguageModel:
+    """What the commands `generate` and `score` load from `folder`."""
+    return load(folder, device="cpu")
+
+
+@pytest.fixture(scope="session")
+def torch_lm(folder: Path) -> LanguageModel:
+    """What the other commands load: with PyTorch's kernels, so that equal is to the last bit."""
+    return load(folder, device="cpu", kernels="torch")
+
+
+@pytest.fixture
+def one_tokenizer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """GPT-2's for every folder: to read its files again takes most of a command's time."""
+    tokenizer = Tokenizer.gpt2()
+    monkeypatch.setattr(Tokenizer, "from_folder", lambda folder: tokenizer)
 
 
 @pytest.fixture(scope="session")

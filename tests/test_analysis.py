@@ -17,7 +17,7 @@ IDS = torch.randint(TINY["vocab_size"], (2, 9), generator=torch.Generator().manu
 
 @pytest.fixture(scope="module")
 def model(tiny_folder):
-    return load_model(tiny_folder).requires_grad_(False)
+    return load_model(tiny_folder, kernels="torch").requires_grad_(False)
 
 
 @pytest.fixture(scope="module")
@@ -191,7 +191,7 @@ class TestHeads:
                 assert an.ov_copying_scores(model)[layer, head] == pytest.approx(score, abs=1e-9)
 
     def test_a_head_that_copies_scores_1_and_one_that_negates_minus_1(self, tiny_folder):
-        model = load_model(tiny_folder).requires_grad_(False)
+        model = load_model(tiny_folder, kernels="torch").requires_grad_(False)
         block = model.h[1]
         block.ln_1.weight.fill_(1)
         for head, sign in ((0, 1), (1, -1)):
@@ -239,7 +239,7 @@ class TestHeads:
         assert an.is_gpt2_small(model)
         model.wpe.weight.data = model.wpe.weight.data.bfloat16()
         assert an.is_gpt2_small(model)
-        assert not an.is_gpt2_small(load_model(tiny_folder))
+        assert not an.is_gpt2_small(load_model(tiny_folder, kernels="torch"))
 
 
 class TestEmbeddings:

@@ -5,14 +5,15 @@ import torch
 from checkpoints import TINY
 
 from gpt2attn import GPT2Config, KVCache, load_model
+from gpt2attn.kernels import KERNELS
 
 # A chunk of another length runs other kernels; measured about 4e-6 on these weights.
 CLOSE = {"rtol": 0, "atol": 1e-4}
 
 
-@pytest.fixture(scope="module")
-def model(tiny_folder):
-    return load_model(tiny_folder)
+@pytest.fixture(scope="module", params=KERNELS)
+def model(request, tiny_folder):
+    return load_model(tiny_folder, kernels=request.param)
 
 
 @pytest.fixture(scope="module")

@@ -2,22 +2,13 @@
 
 import pytest
 import torch
-from checkpoints import TINY, write_checkpoint
+from checkpoints import TINY
 from transformers import GPT2LMHeadModel
 
-from gpt2attn import AttentionMaps, LanguageModel, Tokenizer, attention_maps, load, load_model
+from gpt2attn import AttentionMaps, LanguageModel, attention_maps, load, load_model
 from gpt2attn.capture import Recorder, chosen
 from gpt2attn.generation import left_padded
-
-
-@pytest.fixture(scope="module")
-def lm(tmp_path_factory):
-    """Tiny, but with GPT-2's vocabulary."""
-    folder = write_checkpoint(
-        tmp_path_factory.mktemp("words"), {"vocab_size": 50257, "n_positions": 64}
-    )
-    Tokenizer.gpt2().save(folder)
-    return load(folder, device="cpu")
+from gpt2attn.kernels import KERNELS
 
 
 def random_row(length, seed=0):
@@ -27,7 +18,7 @@ def random_row(length, seed=0):
 
 @pytest.fixture(scope="module")
 def model(tiny_folder):
-    return load_model(tiny_folder)
+    return load_model(tiny_folder, kernels="torch")
 
 
 @pytest.mark.parametrize("batch", [1, 2])
@@ -157,6 +148,15 @@ class TestLanguageModel:
         assert maps.labels == [lm.tokenizer.labels(maps.ids[0])]
         assert maps.metadata["dtype"] == "float32"
         assert len(maps.metadata["sha256"]["model.safetensors"]) == 64
+
+    @pytest.mark.parametrize("kernels", KERNELS)
+    def test_kernels_and_how_weights_are_stored_are_told(self, folder, kernels):
+        lm = load(folder, device="cpu", dtype=torch.bfloat16, kernels=kernels)
+        told = {"kernels": kernels, "weights_dtype": "bfloat16"}
+        told["dtype"] = "float32" if kernels == "auto" else "bfloat16"
+        generated = lm.generate("one two", 2, attention=True).attention
+        for found in (lm.attention("one two"), generated, lm.trace("one two", 0, 1)):
+            assert told.items() <= found.metadata.items()
 
     def test_several_texts_make_a_batch(self, lm):
         maps = lm.attention(["one two three", "four"])

@@ -33,6 +33,7 @@ from transformers import GPT2LMHeadModel
 import gpt2attn.checkpoint
 from gpt2attn.checkpoint import CheckpointError, load_model, open_tensors, save_model, weight_files
 from gpt2attn.config import ACTIVATIONS, ConfigError, GPT2Config
+from gpt2attn.kernels import KERNELS
 from gpt2attn.model import GPT2
 from gpt2attn.untrusted import HEADER_LIMIT, check_header, listed
 
@@ -56,7 +57,7 @@ def folder(tiny_folder: Path, tmp_path: Path) -> Path:
 
 
 def logits(folder: Path, **options: Any) -> Tensor:
-    return load_model(folder, **options)(IDS)
+    return load_model(folder, kernels="torch", **options)(IDS)
 
 
 def oracle(folder: Path, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -160,7 +161,7 @@ def test_loaded_model_is_for_inference(tiny_folder: Path) -> None:
 
 def test_two_loads_share_nothing_that_can_change(folder: Path) -> None:
     before = (folder / "model.safetensors").read_bytes()
-    first, second = load_model(folder), load_model(folder)
+    first, second = (load_model(folder, kernels="torch") for _ in range(2))
     expected = second(IDS)
     for parameter in first.parameters():
         parameter.zero_()
@@ -172,7 +173,7 @@ def test_two_loads_share_nothing_that_can_change(folder: Path) -> None:
 def test_d10_dropout_has_no_effect(folder: Path) -> None:
     expected = logits(folder)
     put_config(folder, attn_pdrop=0.9, embd_pdrop=0.9, resid_pdrop=0.9)
-    model = load_model(folder)
+    model = load_model(folder, kernels="torch")
     assert torch.equal(model(IDS), expected)
     assert torch.equal(model.train()(IDS), expected)
 
@@ -444,19 +445,20 @@ def test_weights_without_a_value_are_refused_by_name(folder: Path, value: float)
     assert not model.h[1].mlp.c_proj.weight[100, 31].isfinite()
 
 
-def test_large_finite_weights_are_no_infinities(folder: Path) -> None:
+@pytest.mark.parametrize("kernels", KERNELS)
+def test_large_finite_weights_are_no_infinities(folder: Path, kernels: str) -> None:
     tensors = weights(folder)
     tensors["transformer.h.1.mlp.c_proj.weight"][:, :] = 3e38  # their sum overflows
     put_weights(folder, tensors)
-    load_model(folder)
+    load_model(folder, kernels=kernels)
     with pytest.raises(CheckpointError, match=r"float16 ends at 65,504; try bfloat16 or float32"):
-        load_model(folder, dtype=torch.float16)
+        load_model(folder, dtype=torch.float16, kernels=kernels)
 
 
 @pytest.mark.parametrize("dtype", [torch.int8, torch.float8_e4m3fn, torch.complex64])
 def test_dtypes_that_do_not_compute(tiny_folder: Path, dtype: torch.dtype) -> None:
     with pytest.raises(ValueError, match="dtype must be float32, float64, float16 or bfloat16"):
-        load_model(tiny_folder, dtype=dtype)
+        load_model(tiny_folder, dtype=dtype, kernels="torch")
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the device is there")
@@ -757,7 +759,7 @@ import resource, shutil, sys
 from pathlib import Path
 from gpt2attn.checkpoint import CheckpointError, load_model
 folder = Path(sys.argv[1])
-load_model(folder)
+load_model(folder, kernels="torch")
 before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 for case in sorted(folder.glob("*.case")):
     shutil.copyfile(case, folder / "model.safetensors")
@@ -944,7 +946,7 @@ if sys.argv[1] == "bare":
     import torch
 else:
     from gpt2attn import load_model
-    model = load_model(sys.argv[1])
+    model = load_model(sys.argv[1], kernels="torch")  # numba has memory of its own
 print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024)
 """
     bare, loaded = (
@@ -968,9 +970,9 @@ print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
 def test_d27_saving_round_trips(tmp_path: Path, dtype: torch.dtype, tied: bool) -> None:
     write_checkpoint(tmp_path / "first", {"tie_word_embeddings": tied, "n_inner": 37})
-    model = load_model(tmp_path / "first", dtype=dtype)
+    model = load_model(tmp_path / "first", dtype=dtype, kernels="torch")
     save_model(model, tmp_path / "deep" / "second")
-    again = load_model(tmp_path / "deep" / "second", dtype=dtype)
+    again = load_model(tmp_path / "deep" / "second", dtype=dtype, kernels="torch")
     assert again.config == model.config
     assert again.state_dict().keys() == model.state_dict().keys()
     for key, tensor in model.state_dict().items():
@@ -984,7 +986,7 @@ def test_d27_saving_round_trips(tmp_path: Path, dtype: torch.dtype, tied: bool) 
 
 
 def test_saving_over_the_folder_it_was_loaded_from(folder: Path) -> None:
-    model = load_model(folder)
+    model = load_model(folder, kernels="torch")
     expected = model(IDS)
     for _ in range(2):
         save_model(model, folder)

@@ -2,6 +2,7 @@
 input.
 """
 
+import inspect
 import json
 import os
 import subprocess
@@ -11,19 +12,12 @@ import pytest
 from checkpoints import write_checkpoint
 from cli_runner import refused, run
 
-from gpt2attn import AttentionMaps, Tokenizer, load
+from gpt2attn import AttentionMaps, Tokenizer, load, load_model
+from gpt2attn.cli import app
+from gpt2attn.corpus import locate
+from gpt2attn.kernels import use_kernels
 
 SENTENCE = "Apple raised its price target"
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    """Tiny, but with GPT-2's vocabulary."""
-    folder = write_checkpoint(
-        tmp_path_factory.mktemp("words"), {"vocab_size": 50257, "n_positions": 64}
-    )
-    Tokenizer.gpt2().save(folder)
-    return folder
 
 
 def whole(result):
@@ -32,9 +26,9 @@ def whole(result):
 
 
 class TestGenerate:
-    def test_prompt_and_new_text_concatenate_exactly(self, folder):
+    def test_prompt_and_new_text_concatenate_exactly(self, folder, lm):
         result = run("generate", SENTENCE, "-m", folder, "-n", "9", "--seed", "3")
-        expected = load(folder, device="cpu").generate(SENTENCE, 9, seed=3)
+        expected = lm.generate(SENTENCE, 9, seed=3)
         assert result.status == 0
         assert result.stdout == SENTENCE + expected.text + "\n"
         assert "seed 3, ended by: max new tokens" in result.stderr
@@ -178,12 +172,12 @@ class TestTokens:
 
 class TestAttention:
     @pytest.mark.parametrize("suffix", ["safetensors", "npz", "json", "csv"])
-    def test_the_standing_sentence_into_every_format(self, folder, tmp_path, suffix):
+    def test_the_standing_sentence_into_every_format(self, folder, torch_lm, tmp_path, suffix):
         path = tmp_path / f"maps.{suffix}"
         result = run("attention", "-m", folder, "--out", path)
         assert (result.status, result.stdout) == (0, "")
         assert "5 tokens, 3 layers x 4 heads" in result.stderr
-        assert AttentionMaps.load(path) == load(folder, device="cpu").attention(SENTENCE)
+        assert AttentionMaps.load(path) == torch_lm.attention(SENTENCE)
 
     def test_selection_stages_and_number_format(self, folder, tmp_path):
         path = tmp_path / "maps.safetensors"
@@ -194,10 +188,10 @@ class TestAttention:
         assert maps.weights.shape == (2, 1, 1, 2, 2)
         assert str(maps.weights.dtype) == "torch.float16"
 
-    def test_without_a_file_the_terminal_shows_them(self, folder):
+    def test_without_a_file_the_terminal_shows_them(self, folder, torch_lm):
         every = run("attention", "-m", folder).stdout
         one = run("attention", "-m", folder, "--layers", "1", "--heads", "2").stdout
-        weights = load(folder, device="cpu").attention(SENTENCE).head(1, 2)
+        weights = torch_lm.attention(SENTENCE).head(1, 2)
         assert every.startswith("Attention of all 12 heads\n")
         for label in ("Apple", "␣raised", "␣target"):
             assert label in one
@@ -230,7 +224,7 @@ class TestAttention:
         assert path.read_bytes() == b"mine"
         assert run("attention", "-m", folder, "-o", path, "--force").status == 0
 
-    def test_many_texts_resume_where_they_stopped(self, folder, tmp_path):
+    def test_many_texts_resume_where_they_stopped(self, folder, torch_lm, tmp_path):
         source, out = tmp_path / "texts.jsonl", tmp_path / "maps"
         source.write_text('{"text": "one"}\n\n"two three"\n{"text": ""}\n')
         result = run("attention", "--input", source, "-m", folder, "-o", out)
@@ -239,11 +233,12 @@ class TestAttention:
         written = first.stat().st_mtime_ns
         source.write_text('{"text": "one"}\n\n"two three"\n')
         refused(run("attention", "--input", source, "-m", folder, "-o", out), "another job")
+        other = ("--input", source, "-m", folder, "-o", out, "--kernels", "auto")
+        refused(run("attention", *other), "another job", "kernels")
         source.write_text('{"text": "one"}\n\n"two three"\n{"text": ""}\n')
         refused(run("attention", "--input", source, "-m", folder, "-o", out), "line 4")
         assert first.stat().st_mtime_ns == written
-        lm = load(folder, device="cpu")
-        assert AttentionMaps.load(out / "00000003.safetensors") == lm.attention("two three")
+        assert AttentionMaps.load(out / "00000003.safetensors") == torch_lm.attention("two three")
         assert not (out / "index.jsonl").exists()
 
     def test_many_texts_have_an_index(self, folder, tmp_path):
@@ -259,15 +254,60 @@ class TestAttention:
 
 
 class TestInfo:
-    def test_sizes_parameters_and_hash(self, folder):
+    def test_sizes_parameters_and_hash(self, folder, torch_lm):
         facts = json.loads(run("info", "-m", folder, "--json").stdout)
-        model = load(folder, device="cpu").model
-        assert facts["parameters"] == sum(p.numel() for p in model.parameters())
+        assert facts["parameters"] == sum(p.numel() for p in torch_lm.model.parameters())
         assert facts["cache_bytes_per_token"] == 2 * 3 * 32 * 4
         assert len(facts["files"][0]["sha256"]) == 64
         text = run("info", "-m", folder).stdout
         assert f"{facts['parameters']:,}" in text
         assert facts["files"][0]["sha256"] in text
+
+    def test_which_kernels_would_run(self, folder, lm, tmp_path):
+        facts = json.loads(run("info", "-m", folder, "--json").stdout)
+        assert facts["kernels"] == use_kernels(lm.model, "auto")
+        write_checkpoint(tmp_path, {"activation_function": "relu"})
+        facts = json.loads(run("info", "-m", tmp_path, "--json").stdout)
+        assert facts["kernels"] == "torch (the activation is relu)"
+
+
+class TestKernels:
+    EXACT = ("attention", "trace", "heads", "neighbours", "drift", "lens", "explain", "verify")
+
+    def test_every_command_that_loads_a_model_has_them(self):
+        defaults = {
+            command.callback.__name__: parameter.default
+            for command in app.registered_commands
+            for name, parameter in inspect.signature(command.callback).parameters.items()
+            if name == "kernels"
+        }
+        assert defaults == {
+            **dict.fromkeys(self.EXACT, "torch"),
+            **dict.fromkeys(("generate", "score", "bench"), "auto"),
+        }
+        for function in (load, load_model, locate):
+            assert inspect.signature(function).parameters["kernels"].default == "auto"
+
+    @pytest.mark.parametrize("name", [*EXACT[:-1], "generate", "score"])
+    def test_the_option_reaches_the_model(self, small_model, monkeypatch, name):
+        asked = []
+
+        def noticed(model, kernels):
+            asked.append(kernels)
+            return use_kernels(model, kernels)
+
+        monkeypatch.setattr("gpt2attn.checkpoint.use_kernels", noticed)
+        text = {"neighbours": ["the"], "drift": [" the", "a the", "b the"]}.get(name, ["the cat"])
+        more = {"trace": ["--layer", "0", "--head", "1"], "explain": ["-s", "1"]}.get(name, [])
+        command = [name, *text, "-m", small_model, *more]
+        default = "torch" if name in self.EXACT else "auto"
+        for options, kernels in (
+            ([], default),
+            *((["--kernels", k], k) for k in ("auto", "torch")),
+        ):
+            assert run(*command, *options).status == 0
+            assert asked.pop() == kernels
+        assert asked == []
 
 
 class TestProgram:

@@ -3,36 +3,22 @@
 import json
 
 import pytest
-from checkpoints import write_checkpoint
 from cli_runner import run
 
-from gpt2attn import Tokenizer, analysis, load
+from gpt2attn import analysis
 
 SENTENCE = "Apple raised its price target"
 ALL_HEADS = [f"{layer}.{head}" for layer in range(3) for head in range(4)]
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    """Tiny, but with GPT-2's vocabulary."""
-    folder = write_checkpoint(
-        tmp_path_factory.mktemp("words"), {"vocab_size": 50257, "n_positions": 64}
-    )
-    Tokenizer.gpt2().save(folder)
-    return folder
-
-
-@pytest.fixture(scope="module")
-def lm(folder):
-    return load(folder, device="cpu")
+def lm(torch_lm):
+    return torch_lm
 
 
 @pytest.fixture(autouse=True)
-def surroundings(monkeypatch):
+def surroundings(monkeypatch, one_tokenizer):
     monkeypatch.setenv("COLUMNS", "80")
-    # Reading the vocabulary takes most of a command's time; the folder holds the same files.
-    tokenizer = Tokenizer.gpt2()
-    monkeypatch.setattr(Tokenizer, "from_folder", lambda folder: tokenizer)
 
 
 def read_json(*arguments):

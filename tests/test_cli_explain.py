@@ -7,37 +7,21 @@ import json
 from pathlib import Path
 
 import pytest
-from checkpoints import write_checkpoint
 from cli_runner import Result, run
 from rich.cells import cell_len
 
-from gpt2attn import LanguageModel, Tokenizer, load
+from gpt2attn import LanguageModel
 from gpt2attn.lesson import SECTIONS, explain
 from gpt2attn.render.lesson_html import lesson_html
 from gpt2attn.render.lesson_markdown import lesson_markdown
 from gpt2attn.render.lesson_text import lesson_text
 
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Tiny, but with GPT-2's vocabulary."""
-    folder = write_checkpoint(
-        tmp_path_factory.mktemp("words"), {"vocab_size": 50257, "n_positions": 64}
-    )
-    Tokenizer.gpt2().save(folder)
-    return folder
+pytestmark = pytest.mark.usefixtures("one_tokenizer")
 
 
 @pytest.fixture(scope="module")
-def lm(folder: Path) -> LanguageModel:
-    return load(folder, device="cpu")
-
-
-@pytest.fixture(autouse=True)
-def surroundings(monkeypatch: pytest.MonkeyPatch) -> None:
-    # Reading the vocabulary takes most of a command's time; the folder holds the same files.
-    tokenizer = Tokenizer.gpt2()
-    monkeypatch.setattr(Tokenizer, "from_folder", lambda folder: tokenizer)
+def lm(torch_lm: LanguageModel) -> LanguageModel:
+    return torch_lm
 
 
 def done(*arguments: object) -> Result:

@@ -11,33 +11,13 @@ import time
 
 import pytest
 import torch
-from checkpoints import write_checkpoint
 from cli_runner import refused, run
 
-from gpt2attn import AttentionMaps, LanguageModel, Tokenizer, load, text_generation
+from gpt2attn import AttentionMaps, LanguageModel, text_generation
 from gpt2attn.cli.generate_output import Output
 from gpt2attn.cli.generate_session import converse
 
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    """Tiny, but with GPT-2's vocabulary."""
-    folder = write_checkpoint(
-        tmp_path_factory.mktemp("words"), {"vocab_size": 50257, "n_positions": 64}
-    )
-    Tokenizer.gpt2().save(folder)
-    return folder
-
-
-@pytest.fixture(scope="module")
-def lm(folder):
-    return load(folder, device="cpu")
-
-
-@pytest.fixture(autouse=True)
-def read_once(monkeypatch):
-    """The folder's tokenizer is GPT-2's; checking its files again for each command takes long."""
-    monkeypatch.setattr(Tokenizer, "from_folder", lambda folder: Tokenizer.gpt2())
+pytestmark = pytest.mark.usefixtures("one_tokenizer")
 
 
 def objects(result):

@@ -6,35 +6,13 @@ import math
 import re
 
 import pytest
-from checkpoints import write_checkpoint
 from cli_runner import run
 
-from gpt2attn import Tokenizer, load
+from gpt2attn import Tokenizer
 from gpt2attn.scoring import score, score_last_words, score_texts
 
 SENTENCE = "Apple raised its price target, día 😀"
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    """Tiny, but with GPT-2's vocabulary."""
-    folder = write_checkpoint(
-        tmp_path_factory.mktemp("words"), {"vocab_size": 50257, "n_positions": 64}
-    )
-    Tokenizer.gpt2().save(folder)
-    return folder
-
-
-@pytest.fixture(scope="module")
-def lm(folder):
-    return load(folder, device="cpu")
-
-
-@pytest.fixture(autouse=True)
-def surroundings(monkeypatch):
-    # Reading the vocabulary takes most of a command's time; the folder holds the same files.
-    tokenizer = Tokenizer.gpt2()
-    monkeypatch.setattr(Tokenizer, "from_folder", lambda folder: tokenizer)
+pytestmark = pytest.mark.usefixtures("one_tokenizer")
 
 
 def done(*arguments, stdin=b""):

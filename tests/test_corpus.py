@@ -20,8 +20,8 @@ from gpt2attn.jobs import ResultFile
 from gpt2attn.scoring import score_texts
 
 N_TEXTS = 1000
-# Chunks of 16 * 64 characters, so that there are many of them.
-SMALL = ("--batch-tokens", "64", "--context", "24")
+# Chunks of 16 * 64 characters, so that there are many of them. Rows are compared byte for byte.
+SMALL = ("--batch-tokens", "64", "--context", "24", "--kernels", "torch")
 
 
 @pytest.fixture(scope="module")
@@ -151,6 +151,15 @@ class TestScores:
         assert result.status == 2
         assert "go with the texts of --input" in result.stderr
 
+    @pytest.mark.parametrize("command", ["score", "attention"])
+    def test_there_is_a_limit_to_workers(self, folder, source, tmp_path, command):
+        options = ("--input", source, "-m", folder, "--workers", "257", "-o", tmp_path / "x.jsonl")
+        result = run(command, *options)
+        assert result.status == 2
+        assert "--workers" in result.stderr
+        assert "256" in result.stderr
+        assert list(tmp_path.iterdir()) == []
+
     def test_an_existing_file_is_refused_before_any_work(self, folder, source, tmp_path):
         out = tmp_path / "rows.jsonl"
         out.write_text("mine")
@@ -194,7 +203,7 @@ class TestWorkers:
         source.write_text("\n".join(texts))
         command = ("attention", "--input", source, "-o", out, "-m", folder, "--workers", "2")
         assert run(*command).status == 0
-        lm = load(folder, device="cpu")
+        lm = load(folder, device="cpu", kernels="torch")
         rows = [json.loads(line) for line in (out / "index.jsonl").read_text().splitlines()]
         assert [row["line"] for row in rows] == [1, 2, 3]
         for row, text in zip(rows, texts, strict=True):

@@ -34,7 +34,7 @@ HOSTILE = [
 
 @pytest.fixture(scope="module")
 def model(tiny_folder):
-    return load_model(tiny_folder)
+    return load_model(tiny_folder, kernels="torch")
 
 
 @pytest.fixture(params=SUFFIXES)
@@ -198,7 +198,7 @@ import sys, time, torch
 from pathlib import Path
 from gpt2attn import load_model
 from gpt2attn.dump import dump_attention
-model = load_model({str(tiny_folder)!r})
+model = load_model({str(tiny_folder)!r}, kernels="torch")
 activation = model.h[2].mlp.activation
 def slow(x):
     print("half way", flush=True)

@@ -21,7 +21,7 @@ D = 8
 
 @pytest.fixture(scope="module")
 def model(tiny_folder):
-    return load_model(tiny_folder)
+    return load_model(tiny_folder, kernels="torch")
 
 
 def theirs_with(tiny_folder, layer, change):

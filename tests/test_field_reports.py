@@ -22,7 +22,7 @@ PAGE = ROOT / "docs" / "field-reports.md"
 
 @pytest.fixture(scope="module")
 def model(tiny_folder: Path) -> GPT2:
-    return load_model(tiny_folder)
+    return load_model(tiny_folder, kernels="torch")
 
 
 def names_in(path: Path) -> Iterator[str]:

@@ -42,13 +42,14 @@ CLOSE = {"rtol": 0, "atol": 1e-4}  # other shapes run other kernels; measured up
 
 @pytest.fixture(scope="module")
 def model(tiny_folder):
-    return load_model(tiny_folder)
+    return load_model(tiny_folder, kernels="torch")
 
 
 @pytest.fixture(scope="module")
 def long_model(tmp_path_factory):
     """Of the same sizes, with 64 positions."""
-    return load_model(write_checkpoint(tmp_path_factory.mktemp("long"), {"n_positions": 64}))
+    folder = write_checkpoint(tmp_path_factory.mktemp("long"), {"n_positions": 64})
+    return load_model(folder, kernels="torch")
 
 
 @pytest.fixture(scope="module")
@@ -208,7 +209,7 @@ class TestMasksPositionsCacheBatches:
     )
     def test_d07_with_and_without_a_cache(self, tiny_folder, dtype, tolerance):
         """50 prompts, alone and four together; a greedy choice differs at near ties only."""
-        model = load_model(tiny_folder, dtype=dtype)
+        model = load_model(tiny_folder, dtype=dtype, kernels="torch")
         for seed in range(50):
             n_rows = (1, 4)[seed % 2]
             ids = torch.tensor([prompt(6, 10 * seed + row) for row in range(n_rows)])

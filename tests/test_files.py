@@ -12,7 +12,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from checkpoints import write_checkpoint
 from cli_runner import run
 
 from gpt2attn import Tokenizer, load_model, save_model
@@ -68,15 +67,6 @@ def unwritable(tmp_path: Path) -> Iterator[Path]:
     else:
         with mounted(folder, "ro"):
             yield folder
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Tiny, but with GPT-2's vocabulary."""
-    config = {"vocab_size": 50257, "n_positions": 64}
-    folder = write_checkpoint(tmp_path_factory.mktemp("words"), config)
-    Tokenizer.gpt2().save(folder)
-    return folder
 
 
 class TestReplacing:

@@ -162,7 +162,8 @@ class TestMapsOfASlidingText:
         maps.save(tmp_path / "maps.json")
         assert AttentionMaps.load(tmp_path / "maps.json") == maps
 
-    def test_those_of_a_text_that_never_slid_begin_at_0(self, lm):
+    def test_those_of_a_text_that_never_slid_begin_at_0(self, tiny_folder):
+        lm = LanguageModel(load_model(tiny_folder, kernels="torch"), Tokenizer.gpt2())
         maps = lm.generate(prompt(5), 6, seed=1, overflow="slide", attention=True).attention
         assert (maps.metadata["window_start"], maps.prompt_lengths) == (0, [5])
         plain = lm.generate(prompt(5), 6, seed=1, attention=True).attention

@@ -28,14 +28,14 @@ MASK = torch.tensor([[1] * 12, [0] * 3 + [1] * 9, [0] + [1] * 11])
 
 @pytest.fixture
 def static(tiny_folder: Path) -> GPT2:
-    model = load_model(tiny_folder)
+    model = load_model(tiny_folder, kernels="torch")
     model.compiled = GraphStep(model)
     return model
 
 
 @pytest.mark.parametrize("mask", [None, MASK], ids=["plain", "padded"])
 def test_attention_over_the_whole_cache_equals_that_over_its_beginning(static, tiny_folder, mask):
-    plain = load_model(tiny_folder)
+    plain = load_model(tiny_folder, kernels="torch")
     ids = torch.randint(67, (3, 12), generator=torch.Generator().manual_seed(0))
     caches = [KVCache.for_model(model, 3) for model in (plain, static)]
     for buffer in (caches[1].keys, caches[1].values):
@@ -58,7 +58,7 @@ def test_attention_over_the_whole_cache_equals_that_over_its_beginning(static, t
 
 
 def test_a_cache_that_was_cut_goes_on_from_there(static, tiny_folder):
-    plain = load_model(tiny_folder)
+    plain = load_model(tiny_folder, kernels="torch")
     cache = KVCache.for_model(static)
     for id in range(10):
         static([[id]], cache=cache)
@@ -69,7 +69,7 @@ def test_a_cache_that_was_cut_goes_on_from_there(static, tiny_folder):
 
 
 def test_generation_runs_on_it(static, tiny_folder):
-    plain = load_model(tiny_folder)
+    plain = load_model(tiny_folder, kernels="torch")
     expected = list(generate(plain, [5, 6, 7], 9, temperature=0))
     assert list(generate(static, [5, 6, 7], 9, temperature=0)) == expected
     rows = [Row([5, 6, 7], Sampling(temperature=0), 0), Row([9], Sampling(temperature=0), 0)]
@@ -130,7 +130,7 @@ def test_the_gpu_script_checks_on_a_cpu(gpu_check, tiny_folder):
 
 def test_the_gpu_script_finds_kernels_that_are_wrong(gpu_check, tiny_folder, monkeypatch):
     def load(folder, *, device, kernels):
-        model = load_model(folder, device=device)
+        model = load_model(folder, device=device, kernels="torch")
         if kernels == "auto":
             model.ln_f.weight.mul_(1.001)
         return model

@@ -550,6 +550,21 @@ def _refs(content):
     return lambda repo, snapshot: (repo / "refs" / "main").write_bytes(content)
 
 
+def _pipe_for_refs(repo, snapshot):
+    (repo / "refs" / "main").unlink(missing_ok=True)
+    os.mkfifo(repo / "refs" / "main")
+
+
+def _device_for_refs(repo, snapshot):
+    (repo / "refs" / "main").unlink(missing_ok=True)
+    (repo / "refs" / "main").symlink_to("/dev/zero")
+
+
+def _pipe_for_file_list(repo, snapshot):  # which huggingface_hub 2 keeps
+    (repo / "trees").mkdir()
+    os.mkfifo(repo / "trees" / f"{snapshot.name}.json")
+
+
 def _without_blobs(repo, snapshot):
     shutil.rmtree(repo / "blobs")
 
@@ -578,6 +593,9 @@ def _loop_for_config(repo, snapshot):
         (_refs(b"/"), "is damaged"),
         (_refs(b"b" * 40), "is not in the Hub cache"),
         (_refs(b"b" * 100_000), "is not in the Hub cache"),
+        (_pipe_for_refs, "is damaged"),
+        (_device_for_refs, "is damaged"),
+        (_pipe_for_file_list, "is damaged"),
         (_file_for_snapshot, "is damaged"),
         (_without_blobs, "lacks config.json (a broken link)"),
         (_pipe_for_config, "lacks config.json"),

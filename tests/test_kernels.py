@@ -323,7 +323,8 @@ class TestFormats:
     @staticmethod
     def widened(folder, dtype):
         """The model of torch's kernels whose float32 weights are those that `dtype` stands for."""
-        model, stored = load_model(folder), load_model(folder, kernels="auto", dtype=dtype)
+        model = load_model(folder, kernels="torch")
+        stored = load_model(folder, kernels="auto", dtype=dtype)
         for name, layer in stored.named_modules():
             if getattr(layer, "is_stored", False):
                 model.get_submodule(name).weight.data = layer.matrix
@@ -348,8 +349,9 @@ class TestFormats:
         torch.testing.assert_close(fast(ids), expected(ids), rtol=0, atol=2 * distance)
 
     def test_float16_of_a_float16_file_is_the_file(self, tmp_path, tiny_folder):
-        save_model(load_model(tiny_folder, dtype=torch.float16), tmp_path)
-        expected = load_model(tmp_path)
+        half = load_model(tiny_folder, dtype=torch.float16, kernels="torch")
+        save_model(half, tmp_path)
+        expected = load_model(tmp_path, kernels="torch")
         stored = load_model(tmp_path, kernels="auto", dtype=torch.float16)
         use_kernels(stored, "torch")
         assert stored.wte.weight.dtype == torch.float16
@@ -372,13 +374,14 @@ class TestFormats:
         stored = load_model(tiny_folder, kernels="auto", dtype=torch.bfloat16)
         use_kernels(stored, "torch")
         save_model(stored, tmp_path)
-        assert torch.equal(load_model(tmp_path)(random_ids(1, 9)), stored(random_ids(1, 9)))
+        again = load_model(tmp_path, kernels="torch")
+        assert torch.equal(again(random_ids(1, 9)), stored(random_ids(1, 9)))
         with pytest.raises(ValueError, match="int8 weights are not saved"):
             save_model(load_model(tiny_folder, kernels="auto", dtype=torch.int8), tmp_path)
 
     def test_int8_needs_the_kernels_that_know_it(self, tiny_folder):
         with pytest.raises(ValueError, match='int8 is there with kernels="auto" on the CPU'):
-            load_model(tiny_folder, dtype=torch.int8)
+            load_model(tiny_folder, dtype=torch.int8, kernels="torch")
 
     def test_heads_that_int8_cannot_be_cut_at_run_on_torch(self, tmp_path):
         folder = write_checkpoint(tmp_path, {"n_embd": 20, "n_head": 4})
@@ -391,7 +394,7 @@ class TestFormats:
 class TestWhereItDoesNotFit:
     def test_the_reason_is_told(self, tmp_path, tiny_folder):
         relu = load_model(write_checkpoint(tmp_path, {"activation_function": "relu"}))
-        half = load_model(tiny_folder, dtype=torch.bfloat16)
+        half = load_model(tiny_folder, dtype=torch.bfloat16, kernels="torch")
         assert use_kernels(relu, "auto") == "torch (the activation is relu)"
         assert use_kernels(half, "auto") == "torch (it computes in bfloat16)"
         assert use_kernels(load_model(tiny_folder), "torch") == "torch"

@@ -39,16 +39,8 @@ CLOSE = {"rtol": 1e-5, "atol": 1e-5}  # float32 through three layers, numbers up
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Tiny, but with GPT-2's vocabulary."""
-    folder = write_checkpoint(tmp_path_factory.mktemp("lesson"), SIZES)
-    Tokenizer.gpt2().save(folder)
-    return folder
-
-
-@pytest.fixture(scope="module")
-def lm(folder: Path) -> LanguageModel:
-    return load(folder, device="cpu")
+def lm(torch_lm: LanguageModel) -> LanguageModel:
+    return torch_lm
 
 
 @pytest.fixture(scope="module")
@@ -789,7 +781,7 @@ class TestForms:
         assert max(map(cell_len, text.splitlines())) <= 100
 
     def test_bfloat16(self, folder: Path) -> None:
-        lesson = explain(load(folder, device="cpu", dtype=torch.bfloat16))
+        lesson = explain(load(folder, device="cpu", dtype=torch.bfloat16, kernels="torch"))
         assert lesson.section(whole_model.Heads).agrees
         assert lesson.section(whole_model.Cache).itemsize == 2
         json.dumps(lesson.to_dict(), allow_nan=False)

@@ -103,7 +103,7 @@ def test_a_repetition_takes_few_passes(echo, monkeypatch):
 
 def test_what_it_does_not_go_with_is_told(folder, model):
     with pytest.raises(ValueError, match='kernels="auto"'):
-        generate(load_model(folder), [1, 2], 3, lookup=True)
+        generate(load_model(folder, kernels="torch"), [1, 2], 3, lookup=True)
     rows = [Row([1, 2], Sampling(), 0), Row([3], Sampling(), 0)]
     with pytest.raises(ValueError, match="one text at a time"):
         decode(model, rows, 3, lookup=True)

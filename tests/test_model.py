@@ -28,7 +28,7 @@ def observed(model, ids, **arguments):
 
 @pytest.fixture(scope="module")
 def model(tiny_folder):
-    return load_model(tiny_folder)
+    return load_model(tiny_folder, kernels="torch")
 
 
 @pytest.mark.parametrize("batch", [1, 3])
@@ -64,7 +64,7 @@ def test_d19_scaling_flags_reach_every_path(tmp_path, scaled, inverse, upcast):
         "reorder_and_upcast_attn": upcast,
     }
     folder = write_checkpoint(tmp_path, flags)
-    model, ids = load_model(folder), random_ids(2, 9)
+    model, ids = load_model(folder, kernels="torch"), random_ids(2, 9)
     logits, maps = observed(model, ids)
     eager = reference(folder)(ids, use_cache=False, output_attentions=True)
     assert torch.equal(logits, eager.logits)
@@ -73,7 +73,7 @@ def test_d19_scaling_flags_reach_every_path(tmp_path, scaled, inverse, upcast):
     # The default pair would pass unnoticed if a flag were dropped, so the others must differ from
     # it.
     if (scaled, inverse) != (True, False):
-        default = load_model(write_checkpoint(tmp_path / "default", {}))
+        default = load_model(write_checkpoint(tmp_path / "default", {}), kernels="torch")
         assert (default(ids) - logits).abs().max() > 0.1
 
 
@@ -84,19 +84,19 @@ def test_d20_every_activation_is_transformers_own(tmp_path, name):
     folder = write_checkpoint(tmp_path, {"activation_function": name})
     ids = random_ids(2, 9)
     expected = reference(folder, "sdpa")(ids, use_cache=False).logits
-    assert torch.equal(load_model(folder)(ids), expected)
+    assert torch.equal(load_model(folder, kernels="torch")(ids), expected)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
 def test_other_dtypes_are_transformers_own(tiny_folder, dtype):
     ids = random_ids(2, 9)
-    logits, _ = observed(load_model(tiny_folder, dtype=dtype), ids)
+    logits, _ = observed(load_model(tiny_folder, dtype=dtype, kernels="torch"), ids)
     assert torch.equal(logits, reference(tiny_folder, dtype=dtype)(ids, use_cache=False).logits)
 
 
 def test_float32_is_close_to_float64(tiny_folder, model):
     ids = random_ids(2, 16)
-    exact = load_model(tiny_folder, dtype=torch.float64)(ids)
+    exact = load_model(tiny_folder, dtype=torch.float64, kernels="torch")(ids)
     # 24-bit rounding over three layers; transformers measures the same distance, about 4e-6.
     torch.testing.assert_close(model(ids).double(), exact, rtol=0, atol=5e-5)
 
@@ -231,7 +231,7 @@ class TestLimits:
         assert model(random_ids(1, 1), cache=cache).shape == (1, 1, 67)  # and still works
 
     def test_d05_a_context_of_one_position(self, tmp_path):
-        model = load_model(write_checkpoint(tmp_path, {"n_positions": 1}))
+        model = load_model(write_checkpoint(tmp_path, {"n_positions": 1}), kernels="torch")
         assert model(random_ids(1, 1)).shape == (1, 1, 67)
         with pytest.raises(ValueError, match="2 positions, but this model has 1"):
             model(random_ids(1, 2))
@@ -265,7 +265,7 @@ class TestLimits:
 
 def test_d10_there_is_no_dropout_to_forget(tmp_path):
     rates = {"attn_pdrop": 0.9, "embd_pdrop": 0.9, "resid_pdrop": 0.9}
-    model = load_model(write_checkpoint(tmp_path, rates))
+    model = load_model(write_checkpoint(tmp_path, rates), kernels="torch")
     ids = random_ids(1, 9)
     assert not model.training
     expected = model(ids)
@@ -277,7 +277,7 @@ def test_d10_there_is_no_dropout_to_forget(tmp_path):
 
 @pytest.mark.parametrize("scale", [60.0])
 def test_d12_extreme_scores_stay_finite_and_causal(tiny_folder, scale):
-    model, theirs = load_model(tiny_folder), reference(tiny_folder)
+    model, theirs = load_model(tiny_folder, kernels="torch"), reference(tiny_folder)
     for block, their_block in zip(model.h, theirs.transformer.h, strict=True):
         for layer in (block.attn.c_attn, their_block.attn.c_attn):
             layer.weight.data[:, : 2 * TINY["n_embd"]] *= scale
@@ -300,7 +300,7 @@ def test_names_are_the_checkpoint_names(tiny_folder, model):
 
 def test_an_untied_head_is_its_own_matrix(tmp_path):
     folder = write_checkpoint(tmp_path, {"tie_word_embeddings": False})
-    model, ids = load_model(folder), random_ids(1, 6)
+    model, ids = load_model(folder, kernels="torch"), random_ids(1, 6)
     assert not torch.equal(model.lm_head.weight, model.wte.weight)
     assert torch.equal(model(ids), reference(folder, "sdpa")(ids, use_cache=False).logits)
 

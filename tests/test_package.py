@@ -86,6 +86,15 @@ def test_importing_the_package_loads_nothing_heavy():
     assert result.stdout == "[]\n[]\n", result.stderr
 
 
+def test_numba_may_be_missing(monkeypatch, small_model):
+    for name in [name for name in sys.modules if name.startswith("gpt2attn.kernels.")]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "numba", None)
+    lm = gpt2attn.load(small_model, device="cpu")
+    assert lm.model.compiled is None
+    assert len(lm.generate("the", 1).ids) == 1
+
+
 def test_every_public_name_is_there():
     for name in gpt2attn.__all__:
         assert getattr(gpt2attn, name).__doc__, name

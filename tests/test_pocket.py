@@ -36,7 +36,7 @@ EXCERPT = TESTS / "data" / "heldout_excerpt.txt"
 
 @pytest.fixture(scope="module")
 def model() -> GPT2:
-    return load_model("pocket", dtype=torch.float32)
+    return load_model("pocket", dtype=torch.float32, kernels="torch")
 
 
 @pytest.fixture(scope="module")

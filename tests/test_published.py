@@ -605,7 +605,7 @@ def rows(folder: Path, figures: list[Figure]) -> list[Row]:
 
 @pytest.fixture(scope="module")
 def subject(folder: Path) -> Subject:
-    lm = gpt2attn.load(folder, device="cpu")
+    lm = gpt2attn.load(folder, device="cpu", kernels="torch")
     return Subject(lm, lm.source, (), LINES, PASSAGES)
 
 

@@ -24,12 +24,12 @@ from gpt2attn.scoring import (
 CONFIG = {"n_positions": 64, "vocab_size": 97, "bos_token_id": 96, "eos_token_id": 96}
 
 
-def pair(tmp_path_factory, dtype=torch.float32, **config):
+def pair(tmp_path_factory, dtype=torch.float32, kernels="auto", **config):
     """The same float32 weights in transformers and here."""
     folder = tmp_path_factory.mktemp("scored")
     hf = wide_hf_model({**CONFIG, **config}, std=0.2, attn_implementation="sdpa")
     hf.save_pretrained(folder)
-    return hf.to(dtype), load_model(folder, dtype=dtype)
+    return hf.to(dtype), load_model(folder, dtype=dtype, kernels=kernels)
 
 
 @pytest.fixture(scope="module")
@@ -159,7 +159,7 @@ class TestStrideLoop:
         assert (result.ids, result.prefix_id, result.n_scored) == (ids, 96, 100)
 
     def test_half_precision_gives_float32_probabilities(self, tmp_path_factory):
-        _, half = pair(tmp_path_factory, torch.bfloat16)
+        _, half = pair(tmp_path_factory, torch.bfloat16, kernels="torch")
         logits = half([text(30)])[0].float().log_softmax(-1)
         expected = logits[:-1].gather(1, torch.tensor(text(30))[1:, None])[:, 0]
         assert torch.allclose(score(half, text(30)).logprobs[1:].float(), expected, atol=1e-6)

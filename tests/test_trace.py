@@ -18,7 +18,7 @@ from cli_runner import run
 from numpy_gpt2 import Layer, NumpyGPT2, softmax
 from rich.cells import cell_len
 
-from gpt2attn import GPT2, AttentionMaps, LanguageModel, Tokenizer, attention_maps, load, load_model
+from gpt2attn import GPT2, AttentionMaps, LanguageModel, attention_maps, load_model
 from gpt2attn.render.trace_text import trace_text
 from gpt2attn.trace import COMPARISONS, DERIVED, STEPS, HeadTrace, softmax_jacobian_norm, trace_head
 
@@ -41,18 +41,8 @@ def layers(tiny_folder: Path) -> list[Layer]:
 
 
 @pytest.fixture(scope="module")
-def words(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Tiny, but with GPT-2's vocabulary."""
-    folder = write_checkpoint(
-        tmp_path_factory.mktemp("words"), {"vocab_size": 50257, "n_positions": 64}
-    )
-    Tokenizer.gpt2().save(folder)
-    return folder
-
-
-@pytest.fixture(scope="module")
-def lm(words: Path) -> LanguageModel:
-    return load(words, device="cpu")
+def lm(torch_lm: LanguageModel) -> LanguageModel:
+    return torch_lm
 
 
 @pytest.fixture(scope="module")
@@ -128,7 +118,7 @@ def test_every_number_is_numpys(model: GPT2, layers: list[Layer], layer: int, he
 def test_it_is_the_models_own_pass_to_the_bit(
     tiny_folder: Path, ids: list[int], dtype: torch.dtype
 ) -> None:
-    model = load_model(tiny_folder, dtype=dtype)
+    model = load_model(tiny_folder, dtype=dtype, kernels="torch")
     seen: dict[tuple[int, str], torch.Tensor] = {}
     for number, block in enumerate(model.h):
         for name, module in (("x", block.ln_1), ("attention_output", block.attn)):
@@ -331,32 +321,33 @@ def assert_reloads(value: dict[str, Any], trace: HeadTrace) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
 def test_json_gives_every_number_back(tiny_folder: Path, dtype: torch.dtype) -> None:
-    trace = trace_head(load_model(tiny_folder, dtype=dtype), IDS, 1, 2, 4)
+    model = load_model(tiny_folder, dtype=dtype, kernels="torch")
+    trace = trace_head(model, IDS, 1, 2, 4)
     value = json.loads(json.dumps(trace.to_dict(), allow_nan=False))
     assert value["masked"][0][1:] == [None] * 8
     assert_reloads(value, trace)
 
 
 class TestCommand:
-    def test_text(self, words: Path, lm: LanguageModel) -> None:
+    def test_text(self, folder: Path, lm: LanguageModel) -> None:
         result = run(
-            "trace", SENTENCE, "--layer", "1", "--head", "2", "--query", "its", "-m", words
+            "trace", SENTENCE, "--layer", "1", "--head", "2", "--query", "its", "-m", folder
         )
         assert result.status == 0
         assert result.stdout == trace_text(traced(lm, SENTENCE, 1, 2, 2))
 
-    def test_json(self, words: Path, lm: LanguageModel) -> None:
+    def test_json(self, folder: Path, lm: LanguageModel) -> None:
         result = run(
             *("trace", "-", "--layer", "-1", "--head", "0", "--query", "#663", "--key", "Apple"),
-            *("-m", words, "--json"),
+            *("-m", folder, "--json"),
             stdin=SENTENCE.encode(),
         )
         value = json.loads(result.stdout)
         assert value["text"] == SENTENCE
         assert_reloads(value, traced(lm, SENTENCE, 2, 0, 2, key=0))
 
-    def test_without_a_text_it_is_the_standing_sentence(self, words: Path) -> None:
-        place = ("--layer", "0", "--head", "0", "-m", words)
+    def test_without_a_text_it_is_the_standing_sentence(self, folder: Path) -> None:
+        place = ("--layer", "0", "--head", "0", "-m", folder)
         result = run("trace", *place)
         assert result.status == 0
         assert result.stdout == run("trace", SENTENCE, *place).stdout
@@ -371,30 +362,30 @@ class TestCommand:
         ],
     )
     def test_a_mistake_is_one_sentence(
-        self, words: Path, arguments: tuple[str, ...], message: str
+        self, folder: Path, arguments: tuple[str, ...], message: str
     ) -> None:
-        result = run("trace", SENTENCE, *arguments, "-m", words)
+        result = run("trace", SENTENCE, *arguments, "-m", folder)
         assert (result.status, result.stdout) == (2, "")
         (line,) = result.stderr.strip().splitlines()
         assert line.startswith("error: ")
         assert message in line
 
-    def test_an_empty_text_is_one_sentence(self, words: Path) -> None:
-        result = run("trace", "", "--layer", "0", "--head", "0", "--query", "0", "-m", words)
+    def test_an_empty_text_is_one_sentence(self, folder: Path) -> None:
+        result = run("trace", "", "--layer", "0", "--head", "0", "--query", "0", "-m", folder)
         assert result.status == 2
         assert result.stderr == "error: The text is empty: give at least one token.\n"
 
-    def test_layer_and_head_must_be_given(self, words: Path) -> None:
-        result = run("trace", SENTENCE, "--layer", "0", "-m", words)
+    def test_layer_and_head_must_be_given(self, folder: Path) -> None:
+        result = run("trace", SENTENCE, "--layer", "0", "-m", folder)
         assert result.status == 2
         assert "--head" in result.stderr
 
 
 def test_apple_script_writes_maps_summary_and_trace(
-    words: Path, lm: LanguageModel, tmp_path: Path
+    folder: Path, lm: LanguageModel, tmp_path: Path
 ) -> None:
     out = tmp_path / "deep" / "apple"
-    runpy.run_path(str(SCRIPT))["main"](model=str(words), out=out)
+    runpy.run_path(str(SCRIPT))["main"](model=str(folder), out=out)
     summaries = json.loads((out / "summary.json").read_text("utf-8"))
     text = (out / "summary.txt").read_text("utf-8")
     for name, sentence in (("five", SENTENCE[:-1]), ("six", SENTENCE)):

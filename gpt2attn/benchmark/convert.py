@@ -76,7 +76,7 @@ def _to_gguf(folder: Path, path: Path, format: str) -> None:
 
     from ..checkpoint import load_model
 
-    model = load_model(folder)
+    model = load_model(folder, kernels="torch")
     config = model.config
     writer = gguf.GGUFWriter(path, "gpt2")
     writer.add_context_length(config.n_positions)

@@ -14,6 +14,7 @@ from .common import (
     AllowPickle,
     Debug,
     Device,
+    Kernels,
     Model,
     Revision,
     Special,
@@ -75,6 +76,7 @@ def attention(
     model: Model = "gpt2",
     revision: Revision = None,
     device: Device = "auto",
+    kernels: Kernels = "torch",
     threads: Threads = None,
     allow_pickle: AllowPickle = False,
     allow_nonfinite: AllowNonfinite = False,
@@ -98,16 +100,8 @@ def attention(
     if records is not None:
         if text is not None or text_file is not None or out is None:
             raise ValueError("--input goes with --out FOLDER, and not with another text.")
-        loader = find_model(
-            model,
-            revision,
-            device,
-            "float32",
-            allow_pickle,
-            allow_nonfinite,
-            "torch",
-            engine=engine,
-        )
+        how = (device, "float32", kernels, allow_pickle, allow_nonfinite)
+        loader = find_model(model, revision, *how, engine=engine)
         run = {"n_workers": workers, "threads": threads, "engine": engine}
         _dump_many(loader, records, out, suffix, special, options, run)
         return
@@ -119,7 +113,7 @@ def attention(
         text = STANDING_SENTENCE
     text = read_text(text, text_file, what="text")
     lm = load_language_model(
-        model, revision, device, "float32", threads, allow_pickle, allow_nonfinite=allow_nonfinite
+        model, revision, device, "float32", kernels, threads, allow_pickle, allow_nonfinite
     )
     ids = lm.encode(text, special=special)
     if not ids:
@@ -176,7 +170,8 @@ def _dump_many(
     n_records = sum(1 for _ in read_records(source))
     job_options = {"format": suffix, "special": special, **options, "dtype": str(options["dtype"])}
     folder.mkdir(parents=True, exist_ok=True)
-    _claim(folder / "job.json", job_record("attention", [source], loader.provenance, job_options))
+    model = {**loader.provenance, "kernels": loader.kernels}
+    _claim(folder / "job.json", job_record("attention", [source], model, job_options))
     task = DumpMaps(loader, str(source), folder.absolute(), suffix, special, options)
     n_done = 0
     with (

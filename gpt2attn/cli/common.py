@@ -49,11 +49,17 @@ Revision = Annotated[
 Device = Annotated[Literal["auto", "cpu", "cuda"], typer.Option(help="Where to compute.")]
 DType = Annotated[
     Literal["float32", "bfloat16", "float16", "int8"],
-    typer.Option(help="How weights are stored; int8 with --kernels auto."),
+    typer.Option(
+        help="How weights are stored; with --kernels torch, and on CUDA, also what is computed in. "
+        "int8 with auto, on a CPU."
+    ),
 ]
 Kernels = Annotated[
     Literal["auto", "torch"],
-    typer.Option(help="torch: bit for bit transformers'; auto: compiled decoding where it fits."),
+    typer.Option(
+        help="auto: the fast ones, where they fit the model and the machine; torch: PyTorch's, bit "
+        "for bit transformers'."
+    ),
 ]
 Threads = Annotated[
     int | None,
@@ -133,11 +139,10 @@ def load_language_model(
     revision: str | None,
     device: str,
     dtype: str,
+    kernels: str,
     threads: int | None,
     allow_pickle: bool,
-    kernels: str = "torch",
-    *,
-    allow_nonfinite: bool = False,
+    allow_nonfinite: bool,
 ) -> LanguageModel:
     """`load` with the options of the command line."""
     import torch
@@ -151,8 +156,8 @@ def load_language_model(
         revision=revision,
         device=device,
         dtype=getattr(torch, dtype),
+        kernels=kernels,
         allow_pickle=allow_pickle,
         allow_nonfinite=allow_nonfinite,
-        kernels=kernels,
         notify=note,
     )

@@ -14,6 +14,7 @@ from .common import (
     Device,
     DType,
     Json,
+    Kernels,
     Model,
     Revision,
     Special,
@@ -47,6 +48,7 @@ def drift(
     revision: Revision = None,
     device: Device = "auto",
     dtype: DType = "float32",
+    kernels: Kernels = "torch",
     threads: Threads = None,
     allow_pickle: AllowPickle = False,
     allow_nonfinite: AllowNonfinite = False,
@@ -70,7 +72,7 @@ def drift(
         if len(specs) != 2:
             raise ValueError(f"--at takes a position in each text, such as 4,7, not {at!r}.")
     lm = load_language_model(
-        model, revision, device, dtype, threads, allow_pickle, allow_nonfinite=allow_nonfinite
+        model, revision, device, dtype, kernels, threads, allow_pickle, allow_nonfinite
     )
     texts = [text1, text2]
     ids = [lm.encode(text, special=special) for text in texts]

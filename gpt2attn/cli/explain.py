@@ -14,6 +14,7 @@ from .common import (
     Device,
     DType,
     Json,
+    Kernels,
     Model,
     Revision,
     Threads,
@@ -67,6 +68,7 @@ def explain(
     revision: Revision = None,
     device: Device = "auto",
     dtype: DType = "float32",
+    kernels: Kernels = "torch",
     threads: Threads = None,
     allow_pickle: AllowPickle = False,
     allow_nonfinite: AllowNonfinite = False,
@@ -89,7 +91,7 @@ def explain(
         text = SENTENCE
     text = read_text(text, text_file, what="text")
     lm = load_language_model(
-        model, revision, device, dtype, threads, allow_pickle, allow_nonfinite=allow_nonfinite
+        model, revision, device, dtype, kernels, threads, allow_pickle, allow_nonfinite
     )
     from rich.console import Console
 

@@ -77,7 +77,7 @@ def generate(
     revision: Revision = None,
     device: Device = "auto",
     dtype: DType = "float32",
-    kernels: Kernels = "torch",
+    kernels: Kernels = "auto",
     threads: Threads = None,
     allow_pickle: AllowPickle = False,
     allow_nonfinite: AllowNonfinite = False,
@@ -150,14 +150,7 @@ def generate(
     if records is None and not (interactive and prompt is None and prompt_file is None):
         text = read_text(prompt, prompt_file, what="prompt")
     lm = load_language_model(
-        model,
-        revision,
-        device,
-        dtype,
-        threads,
-        allow_pickle,
-        kernels=kernels,
-        allow_nonfinite=allow_nonfinite,
+        model, revision, device, dtype, kernels, threads, allow_pickle, allow_nonfinite
     )
     if records is not None and out is not None:
         from .generate_many import generate_many

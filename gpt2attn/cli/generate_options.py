@@ -48,7 +48,7 @@ Lookup = Annotated[
     typer.Option(
         "--lookup",
         help="Guess tokens where the text repeats itself and check several at once: the same text, "
-        "sooner. With --kernels auto, for one text.",
+        "sooner. For one text, and not with --kernels torch.",
     ),
 ]
 Overflow = Annotated[

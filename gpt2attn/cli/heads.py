@@ -15,6 +15,7 @@ from .common import (
     Device,
     DType,
     Json,
+    Kernels,
     Model,
     Revision,
     Special,
@@ -98,6 +99,7 @@ def heads(
     revision: Revision = None,
     device: Device = "auto",
     dtype: DType = "float32",
+    kernels: Kernels = "torch",
     threads: Threads = None,
     allow_pickle: AllowPickle = False,
     allow_nonfinite: AllowNonfinite = False,
@@ -128,7 +130,7 @@ def heads(
         text = SENTENCE
     text = read_text(text, text_file, what="text")
     lm = load_language_model(
-        model, revision, device, dtype, threads, allow_pickle, allow_nonfinite=allow_nonfinite
+        model, revision, device, dtype, kernels, threads, allow_pickle, allow_nonfinite
     )
     if scores:
         found, show = _scores(lm, seed), _print_scores

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
 
 from .common import AllowPickle, Debug, Json, Model, Revision, note, print_json
+
+if TYPE_CHECKING:
+    from ..config import GPT2Config
 
 
 def info(
@@ -14,7 +18,7 @@ def info(
     as_json: Json = False,
     debug: Debug = False,
 ) -> None:
-    """Show a model's sizes, parameters, files and cache memory.
+    """Show a model's sizes, parameters, files and cache memory, and what --kernels auto would run.
 
     Example:  gpt2attn info --model pocket
     """
@@ -33,6 +37,16 @@ def info(
                 print(f"{name:<24}{setting}")
         else:
             print(f"{key.replace('_', ' '):<24}{f'{value:,}' if isinstance(value, int) else value}")
+
+
+def _kernels(config: GPT2Config) -> str:
+    """What `--kernels auto` would run here, as the package finds it of a model with one block."""
+    from ..kernels import use_kernels
+    from ..language_model import chosen_device
+    from ..model import GPT2
+
+    small = GPT2(replace(config, n_layer=1, n_positions=1, vocab_size=1))
+    return use_kernels(small.to(chosen_device("auto")), "auto")
 
 
 def _facts(model: str, revision: str | None, allow_pickle: bool) -> dict[str, Any]:
@@ -61,6 +75,7 @@ def _facts(model: str, revision: str | None, allow_pickle: bool) -> dict[str, An
         "heads_in_all": config.n_layer * config.n_head,
         "cache_bytes_per_token": cache_bytes,
         "cache_bytes_full": cache_bytes * config.n_positions,
+        "kernels": _kernels(config),
         "config": config.to_dict(),
         "files": [
             {"path": path.name, "bytes": path.stat().st_size, "sha256": sha256(path)}

@@ -16,6 +16,7 @@ from .common import (
     Device,
     DType,
     Json,
+    Kernels,
     Model,
     Revision,
     Special,
@@ -57,6 +58,7 @@ def lens(
     revision: Revision = None,
     device: Device = "auto",
     dtype: DType = "float32",
+    kernels: Kernels = "torch",
     threads: Threads = None,
     allow_pickle: AllowPickle = False,
     allow_nonfinite: AllowNonfinite = False,
@@ -73,7 +75,7 @@ def lens(
         text = SENTENCE
     text = read_text(text, text_file, what="text")
     lm = load_language_model(
-        model, revision, device, dtype, threads, allow_pickle, allow_nonfinite=allow_nonfinite
+        model, revision, device, dtype, kernels, threads, allow_pickle, allow_nonfinite
     )
     ids = lm.encode(text, special=special)
     if not ids:

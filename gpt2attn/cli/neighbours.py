@@ -15,6 +15,7 @@ from .common import (
     Device,
     DType,
     Json,
+    Kernels,
     Model,
     Revision,
     Threads,
@@ -41,6 +42,7 @@ def neighbours(
     revision: Revision = None,
     device: Device = "auto",
     dtype: DType = "float32",
+    kernels: Kernels = "torch",
     threads: Threads = None,
     allow_pickle: AllowPickle = False,
     allow_nonfinite: AllowNonfinite = False,
@@ -52,7 +54,7 @@ def neighbours(
     Example:  gpt2attn neighbours " apple"
     """
     lm = load_language_model(
-        model, revision, device, dtype, threads, allow_pickle, allow_nonfinite=allow_nonfinite
+        model, revision, device, dtype, kernels, threads, allow_pickle, allow_nonfinite
     )
     ids = [token_id(spec, lm.tokenizer) for spec in tokens]
     labels = [token_label(lm.tokenizer, id) for id in ids]

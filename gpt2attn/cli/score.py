@@ -119,7 +119,7 @@ def score(
     revision: Revision = None,
     device: Device = "auto",
     dtype: DType = "float32",
-    kernels: Kernels = "torch",
+    kernels: Kernels = "auto",
     threads: Threads = None,
     allow_pickle: AllowPickle = False,
     allow_nonfinite: AllowNonfinite = False,
@@ -156,7 +156,7 @@ def score(
         "special": special,
         "batch_tokens": batch_tokens,
     }
-    loaded = (model, revision, device, dtype, threads, allow_pickle, kernels)
+    loaded = (model, revision, device, dtype, kernels, threads, allow_pickle, allow_nonfinite)
     several = protocol is None and bool(records or (text_file and (len(text_file) > 1 or out)))
     if not several and (out is not None or workers > 1 or engine != "local"):
         raise ValueError(
@@ -177,7 +177,7 @@ def score(
                 "--protocol lambada fixes the windows and prints no tokens: of the options, only "
                 "--json, --batch-tokens and those of the model go with it."
             )
-        lm = load_language_model(*loaded, allow_nonfinite=allow_nonfinite)
+        lm = load_language_model(*loaded)
         lambada(lm, path, batch_tokens, model, as_json)
         return
     if sum(map(bool, (text is not None, text_file, records))) > 1:
@@ -188,7 +188,7 @@ def score(
         if out is not None:
             _check_out(out, csv_file, force)
         loader = find_model(
-            model, revision, device, dtype, allow_pickle, allow_nonfinite, kernels, engine=engine
+            model, revision, device, dtype, kernels, allow_pickle, allow_nonfinite, engine=engine
         )
         score_many(
             loader,
@@ -210,7 +210,7 @@ def score(
         name, text = str(file or "text"), read_text(text, file, what="text")
         if not text and file is None:
             raise ValueError("The text is empty: there is nothing to score.")
-    lm = load_language_model(*loaded, allow_nonfinite=allow_nonfinite)
+    lm = load_language_model(*loaded)
     _score_one(lm, name, text, options, as_json, csv_file, view, n_words)
 
 

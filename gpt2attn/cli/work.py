@@ -14,7 +14,9 @@ if TYPE_CHECKING:
 Workers = Annotated[
     int,
     typer.Option(
-        min=1, help="Processes that share the threads, each with the model; for many texts."
+        min=1,
+        max=256,  # each has a Python, a torch and a model in memory
+        help="Processes that share the threads, each with the model; for many texts.",
     ),
 ]
 Engine = Annotated[
@@ -30,9 +32,9 @@ def find_model(
     revision: str | None,
     device: str,
     dtype: str,
+    kernels: str,
     allow_pickle: bool,
     allow_nonfinite: bool,
-    kernels: str,
     *,
     engine: str,
 ) -> Loader:

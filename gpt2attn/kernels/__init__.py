@@ -30,7 +30,7 @@ def use_kernels(model: GPT2, name: str) -> str:
     """
     if name not in KERNELS:
         raise ValueError(f"kernels must be one of {', '.join(KERNELS)}, not {name!r}.")
-    model.compiled = None
+    model.compiled, model.kernels = None, name
     for block in model.h:
         block.mlp.activation = activation(model.config.activation_function, name)
     if name == "torch":
