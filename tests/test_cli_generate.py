@@ -16,6 +16,7 @@ from cli_runner import refused, run
 from gpt2attn import AttentionMaps, LanguageModel, text_generation
 from gpt2attn.cli.generate_output import Output
 from gpt2attn.cli.generate_session import converse
+from gpt2attn.kernels import step
 
 pytestmark = pytest.mark.usefixtures("one_tokenizer")
 
@@ -339,3 +340,13 @@ class TestOverflow:
 
 def test_alternatives_need_a_place(folder):
     refused(run("generate", "a", "-m", folder, "--top-logprobs", "2"), "--json or --input")
+
+
+def test_what_must_be_compiled_is_so_before_the_text_begins(folder, monkeypatch):
+    options = ("generate", "one", "-m", folder, "-n", "3", "--temperature", "0")
+    expected = run(*options)
+    assert "Compiling" not in expected.stderr
+    monkeypatch.setattr(step.CompiledStep, "compiles_first", True)
+    result = run(*options)
+    assert result.stdout == expected.stdout
+    assert result.stderr.startswith("Compiling the fast kernels for this machine, once")

@@ -9,10 +9,12 @@ import numpy as np
 import pytest
 import torch
 from checkpoints import TINY, write_checkpoint
+from numba.core.caching import NullCache
 
 from gpt2attn import KVCache, attention_maps, generate, load_model, save_model
 from gpt2attn.generation import Row, decode
-from gpt2attn.kernels import prefill, use_kernels
+from gpt2attn.kernels import decode as decode_kernels
+from gpt2attn.kernels import prefill, step, use_kernels
 from gpt2attn.kernels.formats import GROUP, STORED, quantize, widen
 from gpt2attn.kernels.step import MAX_ROWS, MAX_ROWS_WIDENED, MIN_PREFILL
 from gpt2attn.kernels.team import SHARED_SIZE, find_pool
@@ -278,6 +280,15 @@ class TestPrefill:
 
 class TestCompiling:
     """What keeps compiled code on disk may fail; the code runs all the same."""
+
+    def test_it_is_known_whether_the_first_pass_compiles(self, tiny_folder, tmp_path, monkeypatch):
+        _, fast = both(tiny_folder)
+        list(generate(fast, [1, 2], 3, temperature=0))
+        assert not fast.compiled.compiles_first
+        monkeypatch.setattr(step, "__file__", str(tmp_path / "step.py"))
+        assert not fast.compiled.compiles_first  # Numba says where it keeps it
+        monkeypatch.setattr(decode_kernels._blocks, "_cache", NullCache())
+        assert fast.compiled.compiles_first
 
     PROGRAM = """
 import sys, torch

@@ -152,6 +152,7 @@ def generate(
     lm = load_language_model(
         model, revision, device, dtype, kernels, threads, allow_pickle, allow_nonfinite
     )
+    _compile_first(lm)
     if records is not None and out is not None:
         from .generate_many import generate_many
 
@@ -173,6 +174,15 @@ def generate(
         note(summary(result, seconds))
     if attention is not None:
         _save_attention(results[0], attention)
+
+
+def _compile_first(lm: LanguageModel) -> None:
+    """What must be compiled is so before the text begins, which would stop after its first word."""
+    from ..generation import generate as generate_ids
+
+    if getattr(lm.model.compiled, "compiles_first", False):
+        note("Compiling the fast kernels for this machine, once: some seconds ...")
+        list(generate_ids(lm.model, [0], 2, temperature=0))
 
 
 def _continue(

@@ -30,19 +30,20 @@ def use_kernels(model: GPT2, name: str) -> str:
     """
     if name not in KERNELS:
         raise ValueError(f"kernels must be one of {', '.join(KERNELS)}, not {name!r}.")
-    model.compiled, model.kernels = None, name
-    for block in model.h:
-        block.mlp.activation = activation(model.config.activation_function, name)
-    if name == "torch":
-        return "torch"
-    if model.device.type == "cuda":
+    model.compiled, in_use = None, "torch"
+    if name == "auto" and model.device.type == "cuda":
         from .cuda import GraphStep
 
-        model.compiled = GraphStep(model)
-        return "CUDA graphs"
-    if find_spec("numba") is None:
-        return "torch (numba is not installed)"
-    if reason := unfit(model):
-        return f"torch ({reason})"
-    model.compiled = CompiledStep(model)
-    return f"numba, {model.compiled.n_threads} threads"
+        model.compiled, in_use = GraphStep(model), "CUDA graphs"
+    elif name == "auto":
+        reason = unfit(model) if find_spec("numba") else "numba is not installed"
+        if reason:
+            in_use = f"torch ({reason})"
+        else:
+            model.compiled = CompiledStep(model)
+            n = model.compiled.n_threads
+            in_use = f"numba, {n} thread{'s' if n > 1 else ''}"
+    model.kernels = "torch" if model.compiled is None else name
+    for block in model.h:
+        block.mlp.activation = activation(model.config.activation_function, model.kernels)
+    return in_use

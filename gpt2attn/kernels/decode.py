@@ -11,6 +11,7 @@ whatever the number of rows, so a token gets the same logits alone and beside ot
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
@@ -463,6 +464,12 @@ class DecodeStep:
         self._addresses = np.array([[_address(w) for w in block] for block in weights.blocks])
         self._like = FORMATS[weights.table.dtype]
         self._scales = np.array(weights.attention_scales, f32)
+
+    @property
+    def is_kept(self) -> bool:
+        """Whether code of an earlier process lies on disk."""
+        folder = getattr(_blocks._cache, "cache_path", None)
+        return folder is not None and any(Path(folder).glob("decode._blocks-*.nbi"))
 
     def blocks(self, x: Tensor, cache: KVCache, mask: Tensor | None) -> Tensor:
         """All blocks for new tokens `x` (B, T, C); stores their keys and values in `cache`.

@@ -9,6 +9,7 @@ from __future__ import annotations
 import warnings
 from dataclasses import dataclass
 from functools import cached_property
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
@@ -66,6 +67,16 @@ class CompiledStep:
             model.table.scale,
         )
         self._max_rows = MAX_ROWS if model.table.weight.dtype == torch.float32 else MAX_ROWS_WIDENED
+
+    @property
+    def compiles_first(self) -> bool:
+        """Whether the first decoding pass will have to compile its code, which takes seconds.
+
+        A guess from the names of files: to ask Numba would take as long as the rest of the start.
+        """
+        if any((Path(__file__).parent / "__pycache__").glob("decode._blocks-*.nbi")):
+            return False
+        return self._decode is not None and not self._decode.is_kept
 
     def takes(self, x: Tensor, cache: KVCache | None, observe: Observer | None) -> bool:
         """Whether a pass over `x` (B, T, C) is one for compiled code.
