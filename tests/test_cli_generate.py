@@ -16,7 +16,7 @@ from cli_runner import refused, run
 from gpt2attn import AttentionMaps, LanguageModel, text_generation
 from gpt2attn.cli.generate_output import Output
 from gpt2attn.cli.generate_session import converse
-from gpt2attn.kernels import step
+from gpt2attn.kernels.step import CompiledStep
 
 pytestmark = pytest.mark.usefixtures("one_tokenizer")
 
@@ -346,7 +346,7 @@ def test_what_must_be_compiled_is_so_before_the_text_begins(folder, monkeypatch)
     options = ("generate", "one", "-m", folder, "-n", "3", "--temperature", "0")
     expected = run(*options)
     assert "Compiling" not in expected.stderr
-    monkeypatch.setattr(step.CompiledStep, "compiles_first", True)
+    monkeypatch.setattr(CompiledStep, "compiles_first", True)
     result = run(*options)
     assert result.stdout == expected.stdout
     assert result.stderr.startswith("Compiling the fast kernels for this machine, once")
