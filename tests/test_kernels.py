@@ -472,6 +472,28 @@ class TestThreads:
             thread.join(60)
         assert all(torch.equal(a, b) for a, b in zip(results, expected, strict=True))
 
+    @pytest.mark.parametrize("limit", [{"OMP_THREAD_LIMIT": "1"}, {"OMP_DYNAMIC": "true"}])
+    def test_a_pool_may_give_fewer_threads(self, tmp_path, limit):
+        program = f"""
+import torch
+torch.set_num_threads(4)
+from gpt2attn import generate, load_model
+fast = load_model({str(TestPrefill.folder(tmp_path))!r}, kernels="auto")
+slow = load_model({str(tmp_path)!r}, kernels="torch")
+assert fast.compiled.n_threads == 4
+prompt = [n % 67 for n in range(150)]
+print(*(list(generate(m, prompt, 20, temperature=0)) for m in (fast, slow)), sep="\\n")
+"""
+        result = subprocess.run(
+            [sys.executable, "-c", program],
+            capture_output=True,
+            text=True,
+            timeout=120,
+            env={**os.environ, **limit},
+        )
+        fast, slow = result.stdout.splitlines()
+        assert fast == slow, result.stderr
+
     @pytest.mark.skipif(not hasattr(os, "fork"), reason="this system has no fork")
     def test_it_works_in_a_forked_child(self, tiny_folder):
         program = f"""

@@ -197,13 +197,13 @@ def _add_to(x, more):  # type: ignore[no-untyped-def]
 
 
 @compiled(inner=True)
-def _sum_shares(shares, low, high, bias, out):  # type: ignore[no-untyped-def]
+def _sum_shares(shares, n_threads, low, high, bias, out):  # type: ignore[no-untyped-def]
     """out (rows, high - low) = bias + the sum of all threads' shares, columns low to high."""
     stay_apart()
     for r in range(out.shape[0]):
         for j in range(low, high):
             out[r, j - low] = bias[j]
-        for thread in range(shares.shape[0]):
+        for thread in range(n_threads):
             for j in range(low, high):
                 out[r, j - low] += shares[thread, r, j]
 
@@ -292,27 +292,27 @@ def _blocks(
         bias = vector(at[ATTN_BIAS], 3 * width)
         for part in range(3):
             start = part * width
-            _sum_shares(wide, start + own_low, start + own_high, bias, qkv[part])
+            _sum_shares(wide, n_threads, start + own_low, start + own_high, bias, qkv[part])
         _attention(qkv, keys[layer], values[layer], head_low, past, mask, scales[layer], weights,
                    mixed)  # fmt: skip
         matrix = Matrix(at[PROJ], width, width, at[PROJ + 1], group)
         _multiply(mixed, zero, matrix, own_low, own_high, like, narrow[thread])
         if not barrier(shared, n_threads):
             return
-        _sum_shares(narrow, zero, width, vector(at[PROJ_BIAS], width), h)
+        _sum_shares(narrow, n_threads, zero, width, vector(at[PROJ_BIAS], width), h)
         _add_to(x, h)
         layer_norm(x, vector(at[LN_2_WEIGHT], width), vector(at[LN_2_BIAS], width), epsilon, h)
         matrix = Matrix(at[FC], width, inner, at[FC + 1], group)
         _multiply(h, low, matrix, low, high, like, wide[thread])
         if not barrier(shared, n_threads):
             return
-        _sum_shares(wide, unit_low, unit_high, vector(at[FC_BIAS], inner), units)
+        _sum_shares(wide, n_threads, unit_low, unit_high, vector(at[FC_BIAS], inner), units)
         gelu(vector(units.ctypes.data, units.size))
         matrix = Matrix(at[DOWN], inner, width, at[DOWN + 1], inner_group)
         _multiply(units, zero, matrix, unit_low, unit_high, like, narrow[thread])
         if not barrier(shared, n_threads):
             return
-        _sum_shares(narrow, zero, width, vector(at[DOWN_BIAS], width), h)
+        _sum_shares(narrow, n_threads, zero, width, vector(at[DOWN_BIAS], width), h)
         _add_to(x, h)
     if thread == 0:
         _add_to(x_out, x)

@@ -206,9 +206,11 @@ class Team:
 
     def __init__(self, n_threads: int) -> None:
         self.n_threads = n_threads
-        self._lock = threading.Lock()
-        self._pool, self._pool_pid = find_pool(), os.getpid()
-        self._pid = 0
+        self._pool = find_pool()
+        self._begin()
+
+    def _begin(self) -> None:
+        self._pid, self._lock = os.getpid(), threading.Lock()
         self._workers: list[_Worker] = []
 
     def run(self, kernel: Kernel, *arguments: Any) -> None:
@@ -216,11 +218,14 @@ class Team:
 
         Calls from several Python threads take turns.
         """
+        if self._pid != os.getpid():  # a fork took neither torch's threads along nor ours
+            self._pool = None
+            self._begin()
         assert all(one.flags.c_contiguous for one in arguments if isinstance(one, np.ndarray))
         with self._lock:
             shared = np.zeros(SHARED_SIZE, np.int64)
             address = kernel.address(shared, arguments)
-            if self._pool is not None and self._pool_pid == os.getpid():
+            if self._pool is not None:
                 _run_in_pool(self._pool, self.n_threads, address, shared, *arguments)
             else:
                 self._run_in_own(partial(_run_alone, address), shared, arguments)
@@ -228,9 +233,8 @@ class Team:
     def _run_in_own(
         self, function: Callable[..., Any], shared: np.ndarray, arguments: tuple[Any, ...]
     ) -> None:
-        if self._pid != os.getpid():  # the first call here
+        if not self._workers:
             self._workers = [_Worker(number) for number in range(1, self.n_threads)]
-            self._pid = os.getpid()
         try:
             for worker in self._workers:
                 worker.start_job(function, (self.n_threads, shared, *arguments))
@@ -242,7 +246,7 @@ class Team:
             shared[ABORTED] = 1
             for worker in self._workers:
                 worker.wait(WAIT)
-            self._pid = 0
+            self._workers = []
             raise
 
 
