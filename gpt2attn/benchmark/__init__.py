@@ -32,8 +32,8 @@ PREFILL_LENGTHS = (128, 1000)
 N_SAME_IDS = 32
 ROUNDS = 5
 GROWTH_POSITIONS = (16, 128, 256, 512, 1000)
-GROWTH_TURNS, QUICK_GROWTH_TURNS = 15, 3
-LOOKUP_ROUNDS, N_LOOKUP, QUICK_N_LOOKUP = 3, 64, 16
+GROWTH_TURNS, QUICK_GROWTH_TURNS = 20, 3
+N_LOOKUP, QUICK_N_LOOKUP = 32, 16
 PHRASE_LENGTH, N_PHRASES = 8, 4
 REPEATING = 2  # new tokens a pass, from which on a text counts as one that repeats itself
 TEXT = "Once upon a time"
@@ -272,7 +272,7 @@ class _Bench:
         repeats = answer["n_passes"] * REPEATING <= self._n_lookup
         for text in (of_itself if repeats else made_to, flat):
             found = Lookup(text.kind, text.made_by, self._n_lookup)
-            for turn in range(min(self._settings["rounds"], LOOKUP_ROUNDS)):
+            for turn in range(self._settings["rounds"]):
                 found.add(**self._look_up(program, text, turn))
             self._results[program].lookups.append(found)
 
