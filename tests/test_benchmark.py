@@ -12,30 +12,40 @@ from pathlib import Path
 
 import pytest
 import torch
+from checkpoints import write_checkpoint
 from cli_runner import run
 from test_readme import BENCH, README
 
 from gpt2attn import load_model
-from gpt2attn.benchmark import PIPELINE, MeasurementError, machine
+from gpt2attn.benchmark import PIPELINE, MeasurementError, decoding, machine
 from gpt2attn.benchmark.convert import _gguf_name, converted, with_tokenizer
+from gpt2attn.benchmark.decoding import compare_lookup, growth
 from gpt2attn.benchmark.machine import MemoryReader
 from gpt2attn.benchmark.processes import Child, seconds_to_output
 from gpt2attn.benchmark.programs import FORMATS, Program, bytes_per_token, open_engine
-from gpt2attn.benchmark.report import Report, Result
+from gpt2attn.benchmark.report import Lookup, Report, Result, Step
+from gpt2attn.cache import KVCache
 
 OURS, TORCH = Program("gpt2attn", "float32"), Program("torch", "float32")
 METRICS = {
-    "import_s", "load_s", "tokens_s_batch_1", "tokens_s_batch_8", "prefill_16_s", "peak_bytes",
-    "maps_s",
+    "import_s", "load_s", "tokens_s_batch_1", "tokens_s_batch_8", "prefill_128_s", "prefill_300_s",
+    "peak_bytes", "maps_s",
 }  # fmt: skip
 
 
 @pytest.fixture(scope="module")
-def found(tiny_folder: Path) -> dict:
+def longer(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a tiny checkpoint of 300 positions."""
+    return write_checkpoint(tmp_path_factory.mktemp("longer"), {"n_positions": 300})
+
+
+@pytest.fixture(scope="module")
+def found(longer: Path) -> dict:
     """README's command on a tiny checkpoint."""
     assert BENCH in README.splitlines()
-    _, *arguments = shlex.split(BENCH.replace("out/gpt2-random", str(tiny_folder)))
-    result = run(*arguments, "--quick", "--rounds", "2", "--threads", "1", "--json")
+    _, *arguments = shlex.split(BENCH.replace("out/gpt2-random", str(longer)))
+    options = ["--quick", "--rounds", "2", "--threads", "1", "--first-run"]
+    result = run(*arguments, *options, "--json")
     assert result.status == 0, result.stderr
     return json.loads(result.stdout)
 
@@ -56,18 +66,45 @@ def test_every_program_is_measured_in_every_round(found):
             assert min(runs) > 0, metric
     assert len(found["read_gb_s"]["runs"]) == found["settings"]["rounds"] == 2
     assert found["settings"]["threads"] == 1
-    # 16 positions, 8 of them the prompt's.
-    assert (found["settings"]["new_tokens"], found["settings"]["prefill_tokens"]) == (8, [16])
+    assert found["settings"]["new_tokens"] == 16
+    assert found["settings"]["prefill_tokens"] == [128, 300]
     assert found["machine"]["versions"]["torch"] == torch.__version__
 
 
 @pytest.mark.slow
 def test_all_compute_the_same(found):
     fast, plain, theirs = found["programs"]
-    assert fast["same_ids"] == plain["same_ids"] == theirs["same_ids"] == 8
+    assert fast["same_ids"] == plain["same_ids"] == theirs["same_ids"] == 32
     assert plain["logits_off"] == theirs["logits_off"] == 0  # bit for bit
     assert fast["logits_off"] < 1e-4
     assert plain["in_use"] == theirs["in_use"] == "torch"
+
+
+@pytest.mark.slow
+def test_a_token_reads_the_weights_and_the_cache_up_to_its_position(found):
+    fast, plain, theirs = found["programs"]
+    assert theirs["growth"] == []
+    for one in (fast, plain):
+        assert [step["position"] for step in one["growth"]] == [16, 128, 256]
+        for step in one["growth"]:
+            held = 2 * 3 * 32 * 4 * step["position"]  # keys and values of 3 layers, 32 floats each
+            assert step["bytes"] == one["bytes_per_token"] + held
+            assert len(step["runs"]) == found["settings"]["growth_turns"] == 3
+            assert step["gb_s"] == pytest.approx(step["bytes"] / step["seconds"] / 1e9)
+
+
+@pytest.mark.slow
+def test_lookup_is_measured_where_there_is_a_compiled_step(found):
+    fast, plain, theirs = found["programs"]
+    assert plain["lookup"] == theirs["lookup"] == []
+    repeating, flat = fast["lookup"]
+    assert (repeating["text"], flat["text"]) == ("repeating", "random")
+    # Wide random weights repeat nothing of themselves. The prompt, guesses of 4 and 8, and the last
+    # of 16 tokens.
+    assert "made the likeliest by a bias" in repeating["made_by"]
+    assert repeating["runs"]["passes"] == [4, 4]
+    assert repeating["same_ids"]
+    assert flat["same_ids"]
 
 
 @pytest.mark.slow
@@ -124,6 +161,64 @@ def test_what_is_not_installed_is_named_with_the_line_that_installs_it(monkeypat
     assert OURS.missing == ""
 
 
+def test_a_token_is_timed_where_the_text_has_grown_to(longer, monkeypatch):
+    model = load_model(longer, kernels="auto")
+    passes = []
+    hidden = model.hidden
+
+    def record(ids, cache, **options):
+        passes.append((cache.length, len(ids[0])))
+        return hidden(ids, cache=cache, **options)
+
+    monkeypatch.setattr(model, "hidden", record)
+    cache_bytes, seconds = growth(model, list(range(60)), [4, 60, 16], 2)
+    assert [len(times) for times in seconds] == [2, 2, 2]
+    assert cache_bytes == KVCache.for_model(model, 1, 1).nbytes
+    turn = [(3, 1), (4, 1), (59, 1), (60, 1), (15, 1), (16, 1)]
+    assert passes == [(0, 60), *turn, *turn]
+
+
+@pytest.mark.parametrize("plain_first", [True, False])
+def test_lookup_is_held_to_plain_decoding(longer, monkeypatch, plain_first):
+    model = load_model(longer, kernels="auto")
+    prompt, same = [5, 6, 7, 8] * 5, {"temperature": 0, "logit_bias": [[9, 1e9]]}
+    answer = compare_lookup(model, prompt, 40, same, 0, plain_first=plain_first)
+    # The prompt, three tokens alone, guesses of 4, 8 and 15, and what is left.
+    assert (answer.n_passes, answer.n_same) == (8, 40)
+    flat = {"temperature": 1000, "top_k": 0}
+    answer = compare_lookup(model, list(range(20)), 40, flat, 1, plain_first=plain_first)
+    assert answer.n_same == 40
+
+    def damaged(model, rows, n_new, *, lookup, **options):
+        (row,) = rows
+        for n, _ in enumerate(decode(model, rows, n_new, lookup=lookup, **options)):
+            if lookup and n == 17:
+                row.ids[-1] += 1
+            yield
+
+    decode = decoding.decode
+    monkeypatch.setattr(decoding, "decode", damaged)
+    answer = compare_lookup(model, prompt, 40, same, 0, plain_first=plain_first)
+    assert answer.n_same == 17
+
+
+def test_other_ids_with_lookup_are_a_fault(monkeypatch):
+    wrong = Lookup("random", "drawn", 64)
+    wrong.add(plain_s=2.0, lookup_s=1.0, n_passes=16, n_same=64)
+    wrong.add(plain_s=2.0, lookup_s=4.0, n_passes=16, n_same=17)
+    report = report_of(Result(OURS, 10**9, lookups=[wrong]))
+    monkeypatch.setattr("gpt2attn.benchmark.benchmark", lambda *a, **k: report)
+    line = "gpt2attn float32: wrong: with lookup the random text has another id after 17 of 64"
+    result = run("bench", "--model", "pocket")
+    assert (result.status, line in result.stdout) == (1, True)
+    result = run("bench", "--model", "pocket", "--json")
+    assert (result.status, line in result.stderr) == (1, True)
+    (found,) = json.loads(result.stdout)["programs"][0]["lookup"]
+    assert found["same_ids"] is False
+    assert (found["lookup_is_faster_by"], found["tokens_per_pass"]) == (1.25, 4)
+    assert (found["tokens_s"], found["tokens_s_lookup"]) == (32, 25.6)
+
+
 def report_of(*results: Result) -> Report:
     settings = {
         "threads": 2,
@@ -157,6 +252,14 @@ def test_tables_hold_what_there_is_and_say_why_the_rest_is_missing():
         ours.add("prefill_1000_s", 0.5)
         ours.add("one_layer_s", 0.55)
         ours.add("no_layer_s", 0.5)
+        ours.add("first_token_s", 1.5)
+    ours.add("first_run_s", 7.25)
+    ours.growth = [
+        Step(16, 50 * 10**6, [0.010, 0.011, 0.012]),
+        Step(1000, 60 * 10**6, [0.013, 0.012, 0.015]),
+    ]
+    ours.lookups = [Lookup("repeating", "one token", 64)]
+    ours.lookups[0].add(plain_s=2.0, lookup_s=0.5, n_passes=8, n_same=64)
     absent = Result(Program("llama-cpp", "f32"), 10**9, problem="not installed: pip install it")
     console = Console(width=140, file=io.StringIO())
     for part in report_of(ours, absent).parts():
@@ -168,6 +271,12 @@ def test_tables_hold_what_there_is_and_say_why_the_rest_is_missing():
     assert "llama-cpp f32: not installed: pip install it" in text
     assert "looking at one layer of 1,000 tokens costs +10%" in text
     assert "80.0 GB/s" in text
+    # Ratios of each turn: 1.3, 1.09, 1.25.
+    assert "to 1,000 a token's time grows by 25.0%, the bytes it reads by 20.0%" in text
+    assert "takes 7.2 s to its first token, 5.8 s more" in text
+    assert "13.00      60.0         4.6" in text
+    assert "repeating text: one token" in text
+    assert "4.00 x" in text
 
 
 def test_a_child_is_stopped_while_it_is_not_its_turn(tiny_folder):
@@ -210,6 +319,10 @@ def test_the_first_token_of_transformers_comes_from_its_pipeline():
 def test_a_run_that_fails_says_why():
     with pytest.raises(MeasurementError, match="no such thing"):
         seconds_to_output([sys.executable, "-c", "raise SystemExit('no such thing')"], "", 1)
+    line = "import os; raise SystemExit(os.environ['NUMBA_CACHE_DIR'])"
+    variables = {"NUMBA_CACHE_DIR": "an empty folder"}
+    with pytest.raises(MeasurementError, match="an empty folder"):
+        seconds_to_output([sys.executable, "-c", line], "", 1, variables)
 
 
 @pytest.mark.parametrize("has_numba", [True, False])

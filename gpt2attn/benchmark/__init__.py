@@ -16,12 +16,12 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from functools import cached_property, partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from .machine import cores, describe
 from .processes import Child, MeasurementError, seconds_to_output
 from .programs import TORCH, TRANSFORMERS, Program, bytes_per_token
-from .report import Report, Result
+from .report import Lookup, Report, Result, Step
 
 __all__ = ["MeasurementError", "Program", "Report", "Result", "benchmark"]
 
@@ -31,6 +31,11 @@ BATCH = 8
 PREFILL_LENGTHS = (128, 1000)
 N_SAME_IDS = 32
 ROUNDS = 5
+GROWTH_POSITIONS = (16, 128, 256, 512, 1000)
+GROWTH_TURNS, QUICK_GROWTH_TURNS = 20, 3
+N_LOOKUP, QUICK_N_LOOKUP = 32, 16
+PHRASE_LENGTH, N_PHRASES = 8, 4
+REPEATING = 2  # new tokens a pass, from which on a text counts as one that repeats itself
 TEXT = "Once upon a time"
 # A whole run of transformers, as its documentation writes it.
 PIPELINE = """
@@ -53,6 +58,7 @@ def benchmark(
     threads: int | None = None,
     rounds: int | None = None,
     quick: bool = False,
+    first_run: bool = False,
     work: str | os.PathLike[str] | None = None,
     notify: Notify | None = None,
 ) -> Report:
@@ -60,8 +66,10 @@ def benchmark(
 
     Decoding: 128 greedy tokens after a prompt of 8, one text and 8 at once. Prefill: 128 and 1,000
     tokens, the logits of the last. Capture: all attention maps of 1,000 tokens, where a program has
-    them. Shorter where the model has fewer positions. `quick` decodes 16 tokens in one round.
-    Conversions for peers are kept in `work`, if given, and used again.
+    them. Of this package's programs also the time of one token at positions from 16 to 1,000, and
+    texts continued with prompt lookup and without. Shorter where the model has fewer positions.
+    `quick` decodes 16 tokens in one round. `first_run` adds a start of each program that compiles
+    with nothing compiled yet. Conversions for peers are kept in `work`, if given, and used again.
 
     Raises MeasurementError if the first program cannot be measured; another that cannot has the
     reason in its result, as has one that is not installed.
@@ -85,6 +93,9 @@ def benchmark(
         "new_tokens": min(QUICK_N_DECODE if quick else N_DECODE, most_new),
         "batch": BATCH,
         "prefill_tokens": sorted({min(length, config.n_positions) for length in PREFILL_LENGTHS}),
+        "growth_turns": QUICK_GROWTH_TURNS if quick else GROWTH_TURNS,
+        "lookup_new_tokens": QUICK_N_LOOKUP if quick else N_LOOKUP,
+        "first_run": first_run,
     }
     with ExitStack() as stack:
         folder = Path(work) if work else Path(stack.enter_context(tempfile.TemporaryDirectory()))
@@ -99,6 +110,15 @@ def benchmark(
         read_gb_s=bench.read,
         results=results,
     )
+
+
+class _Text(NamedTuple):
+    """To be continued with lookup and without."""
+
+    kind: str
+    made_by: str
+    ids: list[int]
+    sampling: dict[str, Any]
 
 
 class _Bench:
@@ -119,6 +139,7 @@ class _Bench:
         self._children: dict[Program, Child] = {}
         self._folders: dict[Program, Path] = {}
         self._results: dict[Program, Result] = {}
+        self._compiling: set[Program] = set()
         self.method, self.read = "", list[float]()
         draw = random.Random(0)
         self._rows = [draw.choices(range(config.vocab_size), k=PROMPT_LENGTH) for _ in range(BATCH)]
@@ -132,8 +153,9 @@ class _Bench:
                 self._attempt(program, self._start)
         self._warm_up()
         self._rounds()
-        for program in self._working():
-            self._attempt(program, self._compare)
+        for step in (self._compare, self._growth, self._lookups):
+            for program in self._working():
+                self._attempt(program, step)
         self._first_tokens()
         self._capture()
         return list(self._results.values())
@@ -175,6 +197,8 @@ class _Bench:
         )
         result = self._results[program]
         result.in_use = answer["in_use"]
+        if answer["compiles"]:
+            self._compiling.add(program)
         result.add("import_s", answer["import"])
         result.add("load_s", answer["seconds"])
 
@@ -225,6 +249,78 @@ class _Bench:
         logits = zip(answer["logits"], self._reference["logits"], strict=True)
         result.logits_off = max(abs(a - b) for a, b in logits)
 
+    def _growth(self, program: Program) -> None:
+        positions = [n for n in GROWTH_POSITIONS if n + 2 <= self._config.n_positions]
+        if not (program.is_ours and positions):
+            return
+        self._notify(f"positions of {program}")
+        turns = self._settings["growth_turns"]
+        ids = self._text[: positions[-1]]
+        answer = self._ask(program, "growth", ids=ids, positions=positions, turns=turns)
+        weights, each = bytes_per_token(self._config, program), answer["bytes_per_position"]
+        self._results[program].growth = [
+            Step(position, weights + position * each, seconds)
+            for position, seconds in zip(positions, answer["seconds"], strict=True)
+        ]
+
+    def _lookups(self, program: Program) -> None:
+        if program not in self._compiling:
+            return
+        self._notify(f"lookup of {program}")
+        of_itself, made_to, flat = self._texts
+        answer = self._look_up(program, of_itself)
+        repeats = answer["n_passes"] * REPEATING <= self._n_lookup
+        for text in (of_itself if repeats else made_to, flat):
+            found = Lookup(text.kind, text.made_by, self._n_lookup)
+            for turn in range(self._settings["rounds"]):
+                found.add(**self._look_up(program, text, turn))
+            self._results[program].lookups.append(found)
+
+    def _look_up(self, program: Program, text: _Text, turn: int = 0) -> dict[str, Any]:
+        return self._ask(
+            program,
+            "lookup",
+            ids=text.ids,
+            n_new=self._n_lookup,
+            sampling=text.sampling,
+            seed=turn,
+            plain_first=turn % 2 == 0,
+        )
+
+    @property
+    def _n_lookup(self) -> int:
+        room = self._config.n_positions - len(self._texts[0].ids)
+        return min(self._settings["lookup_new_tokens"], room)
+
+    @cached_property
+    def _texts(self) -> tuple[_Text, _Text, _Text]:
+        """One that a model may repeat of itself, one that it is made to, and a random one."""
+        n_prompt = min(N_PHRASES * PHRASE_LENGTH, self._config.n_positions // 2)
+        phrase = self._text[:PHRASE_LENGTH]
+        one = phrase[0]
+        return (
+            _Text(
+                "repeating",
+                f"greedy after the same {PHRASE_LENGTH} tokens {N_PHRASES} times; the model "
+                "repeats itself",
+                (N_PHRASES * phrase)[:n_prompt],
+                {"temperature": 0},
+            ),
+            _Text(
+                "repeating",
+                "one token again and again, made the likeliest by a bias, since this model does "
+                "not repeat itself",
+                n_prompt * [one],
+                {"temperature": 0, "logit_bias": [[one, 1e9]]},
+            ),
+            _Text(
+                "random",
+                "drawn from a nearly flat distribution",
+                self._text[:n_prompt],
+                {"temperature": 1000, "top_k": 0},
+            ),
+        )
+
     @property
     def _question(self) -> dict[str, Any]:
         n_new = min(N_SAME_IDS, self._config.n_positions - PROMPT_LENGTH)
@@ -257,6 +353,19 @@ class _Bench:
         for turn in range(self._settings["rounds"]):
             for program in self._working(turn):
                 self._attempt(program, step)
+        if self._settings["first_run"]:
+            for program in self._working():
+                self._attempt(program, partial(self._first_run, folder=str(folder)))
+
+    def _first_run(self, program: Program, folder: str) -> None:
+        if program not in self._compiling:
+            return
+        self._notify(f"first run of {program}, which compiles")
+        command = self._first_token_command(program, folder)
+        with tempfile.TemporaryDirectory() as empty:
+            variables = {"NUMBA_CACHE_DIR": empty}
+            seconds = seconds_to_output(command, TEXT, self._threads, variables)
+        self._results[program].add("first_run_s", seconds)
 
     def _first_token_command(self, program: Program, folder: str) -> list[str]:
         threads = str(self._threads)

@@ -17,6 +17,7 @@ import sys
 import time
 import traceback
 from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -44,7 +45,12 @@ class Session:
         started = time.perf_counter()
         self._engine = open_engine(one, Path(folder), threads, n_positions)
         seconds = time.perf_counter() - started
-        return {"seconds": seconds, "import": import_seconds, "in_use": self._engine.in_use}
+        return {
+            "seconds": seconds,
+            "import": import_seconds,
+            "in_use": self._engine.in_use,
+            "compiles": self._engine.compiles,
+        }
 
     def convert(self, program: str, folder: str, work: str) -> dict[str, Any]:
         from .convert import converted
@@ -69,6 +75,23 @@ class Session:
 
     def no_layer(self, ids: list[int]) -> dict[str, Any]:
         return {"seconds": _timed(lambda: self._engine.no_layer(ids))}
+
+    def growth(self, ids: list[int], positions: list[int], turns: int) -> dict[str, Any]:
+        from .decoding import growth
+
+        gc.collect()
+        cache_bytes, seconds = growth(self._engine.model, ids, positions, turns)
+        return {"bytes_per_position": cache_bytes, "seconds": seconds}
+
+    def lookup(
+        self, ids: list[int], n_new: int, sampling: dict[str, Any], seed: int, plain_first: bool
+    ) -> dict[str, Any]:
+        from .decoding import compare_lookup
+
+        self._engine.decode([ids], WAKING_TOKENS)
+        gc.collect()
+        model = self._engine.model
+        return asdict(compare_lookup(model, ids, n_new, sampling, seed, plain_first=plain_first))
 
     def answers(self, ids: list[int], n_new: int) -> dict[str, Any]:
         """What it computes: the logits after `ids`, and the greedy ids that follow."""

@@ -14,6 +14,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Mapping
 from types import TracebackType
 from typing import IO, Any
 
@@ -96,16 +97,21 @@ class Child:
         return f"the process ended with status {status}: {_last_line(self._errors)}"
 
 
-def seconds_to_output(command: list[str], prompt: str, threads: int) -> float:
+def seconds_to_output(
+    command: list[str], prompt: str, threads: int, variables: Mapping[str, str] | None = None
+) -> float:
     """Seconds from the start of `command` to the first output beyond `prompt`, which it may echo.
 
-    Raises MeasurementError if it fails.
+    `variables` are added to its environment. Raises MeasurementError if it fails.
     """
     started = time.perf_counter()
     with (
         _error_file() as errors,
         subprocess.Popen(
-            command, stdout=subprocess.PIPE, stderr=errors, env=environment(threads)
+            command,
+            stdout=subprocess.PIPE,
+            stderr=errors,
+            env={**environment(threads), **(variables or {})},
         ) as process,
     ):
         assert process.stdout is not None

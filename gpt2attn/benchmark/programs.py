@@ -133,6 +133,11 @@ class Engine(ABC):
     def last_logits(self, ids: Ids) -> np.ndarray:
         """The logits (V,) after the last of `ids`, all of them in one prefill."""
 
+    @property
+    def compiles(self) -> bool:
+        """Whether it runs a step that this package compiles, without which there is no lookup."""
+        return False
+
     def maps(self, ids: Ids) -> object:
         """All attention maps."""
         raise NotImplementedError
@@ -165,6 +170,10 @@ class Ours(Engine):
         from ..kernels import use_kernels
 
         return use_kernels(self.model, self._kernels)
+
+    @property
+    def compiles(self) -> bool:
+        return hasattr(self.model.compiled, "takes_guesses")
 
     def decode(self, prompts: list[Ids], n_new: int) -> list[Ids]:
         from ..generation import Row, decode

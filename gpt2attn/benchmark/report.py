@@ -12,6 +12,85 @@ if TYPE_CHECKING:
     from rich.table import Table
 
 
+@dataclass(frozen=True)
+class Step:
+    """Decoding the token at `position`: bytes of weights and cache that it reads, and each run."""
+
+    position: int
+    n_bytes: int
+    seconds: list[float]
+
+    @property
+    def median(self) -> float:
+        return statistics.median(self.seconds)
+
+    @property
+    def gb_s(self) -> float:
+        return self.n_bytes / self.median / 1e9
+
+    def to_dict(self) -> dict[str, Any]:
+        return {
+            "position": self.position,
+            "bytes": self.n_bytes,
+            "seconds": self.median,
+            "gb_s": self.gb_s,
+            "runs": self.seconds,
+        }
+
+
+@dataclass(frozen=True)
+class Lookup:
+    """Continuing a text with and without prompt lookup, in each round."""
+
+    text: str  # "repeating" or "random"
+    made_by: str  # in words
+    n_new: int
+    plain_s: list[float] = field(default_factory=list)
+    lookup_s: list[float] = field(default_factory=list)
+    n_passes: list[int] = field(default_factory=list)  # with lookup
+    n_same: list[int] = field(default_factory=list)  # ids, before the first that differs
+
+    def add(self, plain_s: float, lookup_s: float, n_passes: int, n_same: int) -> None:
+        self.plain_s.append(plain_s)
+        self.lookup_s.append(lookup_s)
+        self.n_passes.append(n_passes)
+        self.n_same.append(n_same)
+
+    @property
+    def times(self) -> float:
+        """How many times as fast lookup is: the median of the rounds' ratios."""
+        return statistics.median(a / b for a, b in zip(self.plain_s, self.lookup_s, strict=True))
+
+    @property
+    def tokens_per_pass(self) -> float:
+        return self.n_new / statistics.median(self.n_passes)
+
+    @property
+    def same_ids(self) -> bool:
+        return all(n == self.n_new for n in self.n_same)
+
+    def tokens_s(self, seconds: list[float]) -> float:
+        return self.n_new / statistics.median(seconds)
+
+    def to_dict(self) -> dict[str, Any]:
+        return {
+            "text": self.text,
+            "made_by": self.made_by,
+            "new_tokens": self.n_new,
+            "tokens_s": self.tokens_s(self.plain_s),
+            "tokens_s_lookup": self.tokens_s(self.lookup_s),
+            "lookup_is_faster_by": self.times,
+            "tokens_per_pass": self.tokens_per_pass,
+            "same_ids": self.same_ids,
+            "runs": {
+                "plain_s": self.plain_s,
+                "lookup_s": self.lookup_s,
+                "passes": self.n_passes,
+                "same_ids": self.n_same,
+            },
+        }
+
+
 @dataclass
 class Result:
     """One program: each metric's runs in the order of the rounds.
@@ -27,6 +106,8 @@ class Result:
     runs: dict[str, list[float]] = field(default_factory=dict)
     same_ids: int | None = None
     logits_off: float | None = None
+    growth: list[Step] = field(default_factory=list)  # by position
+    lookups: list[Lookup] = field(default_factory=list)
 
     def add(self, metric: str, value: float) -> None:
         self.runs.setdefault(metric, []).append(value)
@@ -97,13 +178,20 @@ class Report:
             },
             "same_ids": result.same_ids,
             "logits_off": result.logits_off,
+            "growth": [step.to_dict() for step in result.growth],
+            "lookup": [lookup.to_dict() for lookup in result.lookups],
             "runs": result.runs,
         }
 
     def parts(self) -> list[str | Table]:
         """The whole report, to be printed one after the other with rich."""
-        header, footer = self.header(), self.footer()
-        return [*header, "", self.speed_table(), "", self.other_table(), "", *footer]
+        tables = [self.speed_table(), self.other_table()]
+        if any(result.growth for result in self.results):
+            tables.append(self.growth_table())
+        if any(result.lookups for result in self.results):
+            tables.append(self.lookup_table())
+        spaced = [part for table in tables for part in (table, "")]
+        return [*self.header(), "", *spaced, *self.footer(), *self.faults()]
 
     def header(self) -> list[str]:
         """Lines on the machine, the method, and which kernels computed."""
@@ -121,7 +209,7 @@ class Report:
         ]
 
     def footer(self) -> list[str]:
-        """What the tables leave out: why figures are missing, and the cost of one layer's maps."""
+        """What the tables leave out: reasons, texts, and figures that there is one of."""
         lines = [f"{one.program}: {one.problem}" for one in self.results if one.problem]
         ours = self.results[0]
         one, none = ours.runs.get("one_layer_s", []), ours.runs.get("no_layer_s", [])
@@ -129,7 +217,20 @@ class Report:
             cost = statistics.median(a / b for a, b in zip(one, none, strict=False)) - 1
             n = self.settings["prefill_tokens"][-1]
             lines.append(f"{ours.program}: looking at one layer of {n:,} tokens costs {cost:+.0%}")
-        return lines
+        for result in self.results:
+            lines += _growth_lines(result) + _first_run_lines(result)
+        texts = [one for result in self.results for one in result.lookups]
+        return [*lines, *dict.fromkeys(f"{one.text} text: {one.made_by}" for one in texts)]
+
+    def faults(self) -> list[str]:
+        """Each text that lookup continued with other ids than plain decoding: there may be none."""
+        return [
+            f"{result.program}: wrong: with lookup the {one.text} text has another id after "
+            f"{min(one.n_same)} of {one.n_new} new tokens"
+            for result in self.results
+            for one in result.lookups
+            if not one.same_ids
+        ]
 
     def speed_table(self) -> Table:
         """Decoding and prefill; the first program's are the times of the others'."""
@@ -174,6 +275,60 @@ class Report:
                 _number(result.logits_off, ".1e"),
             )
         return table
+
+    def growth_table(self) -> Table:
+        """One token's time at several positions, with the bytes that it reads there."""
+        table = _table("program", "position", "ms a token", "MB read", "GB/s read")
+        for result in self.results:
+            for step in result.growth:
+                table.add_row(
+                    str(result.program) if step is result.growth[0] else "",
+                    f"{step.position:,}",
+                    _number(1e3 * step.median, ".2f"),
+                    _number(step.n_bytes / 1e6),
+                    _number(step.gb_s),
+                )
+        return table
+
+    def lookup_table(self) -> Table:
+        """Texts continued with prompt lookup and without."""
+        table = _table(
+            "program", "text", "tokens/s", "with lookup", "faster", "tokens a pass", "same ids",
+        )  # fmt: skip
+        for result in self.results:
+            for one in result.lookups:
+                table.add_row(
+                    str(result.program) if one is result.lookups[0] else "",
+                    one.text,
+                    _number(one.tokens_s(one.plain_s)),
+                    _number(one.tokens_s(one.lookup_s)),
+                    _number(one.times, ".2f", " x"),
+                    _number(one.tokens_per_pass),
+                    "yes" if one.same_ids else "no",
+                )
+        return table
+
+
+def _growth_lines(result: Result) -> list[str]:
+    """How much longer the last position takes than the first, beside how much more it reads."""
+    if len(result.growth) < 2:
+        return []
+    first, last = result.growth[0], result.growth[-1]
+    longer = statistics.median(b / a for a, b in zip(first.seconds, last.seconds, strict=True))
+    return [
+        f"{result.program}: from position {first.position:,} to {last.position:,} a token's time "
+        f"grows by {longer - 1:.1%}, the bytes it reads by {last.n_bytes / first.n_bytes - 1:.1%}"
+    ]
+
+
+def _first_run_lines(result: Result) -> list[str]:
+    first, later = result.median("first_run_s"), result.median("first_token_s")
+    if first is None or later is None:
+        return []
+    return [
+        f"{result.program}: the first run ever, which compiles, takes {first:.1f} s to its first "
+        f"token, {first - later:.1f} s more than later ones"
+    ]
 
 
 def _number(value: float | None, format: str = ".1f", unit: str = "") -> str:

@@ -31,6 +31,13 @@ def bench(
     quick: Annotated[
         bool, typer.Option("--quick", help="One round, and 16 new tokens instead of 128.")
     ] = False,
+    first_run: Annotated[
+        bool,
+        typer.Option(
+            "--first-run",
+            help="Also start once with nothing compiled yet, as the first run ever does.",
+        ),
+    ] = False,
     work: Annotated[
         Path | None,
         typer.Option(
@@ -45,7 +52,8 @@ def bench(
     """Measure tokens/s, prefill, start, memory and capture, in turns with other programs.
 
     What is measured, and how, is in docs/speed.md. Nothing is installed: a program that is not
-    here is named with the line that installs it.
+    here is named with the line that installs it. Exit status 1 if prompt lookup chose another token
+    than plain decoding.
 
     Example:  gpt2attn bench --model pocket --quick
     """
@@ -60,16 +68,20 @@ def bench(
         threads=threads,
         rounds=rounds,
         quick=quick,
+        first_run=first_run,
         work=work,
         notify=note,
     )
     if as_json:
         print_json(report.to_dict())
-        return
-    from rich.console import Console
+        for fault in report.faults():
+            note(fault)
+    else:
+        from rich.console import Console
 
-    # In a file or a pipe nothing need be squeezed into 80 columns.
-    width = None if sys.stdout.isatty() else 140
-    console = Console(highlight=False, emoji=False, markup=False, width=width)
-    for part in report.parts():
-        console.print(part)
+        # In a file or a pipe nothing need be squeezed into 80 columns.
+        width = None if sys.stdout.isatty() else 140
+        console = Console(highlight=False, emoji=False, markup=False, width=width)
+        for part in report.parts():
+            console.print(part)
+    raise typer.Exit(1 if report.faults() else 0)
