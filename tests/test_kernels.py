@@ -285,6 +285,7 @@ class TestCompiling:
         _, fast = both(tiny_folder)
         list(generate(fast, [1, 2], 3, temperature=0))
         assert not fast.compiled.compiles_first
+        (tmp_path / "step.py").write_text("")
         monkeypatch.setattr(step, "__file__", str(tmp_path / "step.py"))
         assert not fast.compiled.compiles_first  # Numba says where it keeps it
         monkeypatch.setattr(decode_kernels._blocks, "_cache", NullCache())

@@ -44,6 +44,13 @@ class _Cache(FunctionCache):
                 self.flush()
             return None
 
+    @property
+    def is_kept(self) -> bool:
+        try:
+            return bool(self._cache_file._load_index())
+        except Exception:
+            return False
+
     def save_overload(self, sig: Any, data: Any) -> None:
         with contextlib.suppress(OSError):
             super().save_overload(sig, data)
@@ -53,6 +60,11 @@ class _Cache(FunctionCache):
 def _state_of_sources() -> tuple[tuple[str, int, int], ...]:
     files = sorted(Path(__file__).parent.glob("*.py"))
     return tuple((file.name, file.stat().st_mtime_ns, file.stat().st_size) for file in files)
+
+
+def is_kept(function: Any) -> bool:
+    """Whether code of a compiled function, as its source is now, lies on disk."""
+    return getattr(function._cache, "is_kept", False)
 
 
 def compiled(*, inner: bool = False, fastmath: set[str] | None = None) -> Callable[..., Any]:

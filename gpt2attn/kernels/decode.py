@@ -11,14 +11,13 @@ whatever the number of rows, so a token gets the same logits alone and beside ot
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from .compiling import compiled
+from .compiling import compiled, is_kept
 from .formats import GROUP, group_size
 from .rows import FLOATS, ZERO, f32, gelu, layer_norm, share, softmax, vector
 from .simd import (
@@ -27,6 +26,7 @@ from .simd import (
     add,
     is_scaled,
     load,
+    load_eight,
     load_one,
     multiply_add,
     prefetch,
@@ -35,6 +35,7 @@ from .simd import (
     store,
     store_one,
     total,
+    weigh_eight,
 )
 from .step import ROWS_AT_ONCE
 from .team import Kernel, Team, barrier
@@ -47,6 +48,7 @@ if TYPE_CHECKING:
 LINE = 64  # bytes of a cache line
 SUMS_IN_L1 = 4096  # floats
 TOKENS_AT_ONCE = 4  # of the vocabulary
+SUMMED = 4 * LANES  # products of a row that are summed at a time, no more than a group
 
 
 class Matrix(NamedTuple):
@@ -127,35 +129,33 @@ def _add_eight(x, weights, step, scales, n, like, sums):  # type: ignore[no-unty
 def _add_eight_to_all(x, x_step, rows, weights, step, scales, n, like, sums, sums_step):  # type: ignore[no-untyped-def]
     """What `_add_eight` does, in its order, for several rows of x and of sums.
 
-    Weights are loaded, and widened, once for all rows.
+    Weights are loaded, and widened, once for all rows; two vectors of them, so that a number of x
+    is loaded once for both.
     """
-    p = weights
-    for j in range(0, 4 * n, 4 * LANES):
+    p, wide = weights, LANES * like.itemsize
+    for j in range(0, 4 * n, 8 * LANES):
         if j // 4 * like.itemsize % LINE == 0:
             for line in range(ROWS_AT_ONCE):
                 prefetch(p + (ROWS_AT_ONCE + line) * step)
-        a, b, c, d = (load(p, like), load(p + step, like), load(p + 2 * step, like),
-                      load(p + 3 * step, like))  # fmt: skip
-        r = p + 4 * step
-        e, f, g, h = (load(r, like), load(r + step, like), load(r + 2 * step, like),
-                      load(r + 3 * step, like))  # fmt: skip
-        scale = load(scales + j, FLOATS) if is_scaled(like) else splat(ZERO)
+                prefetch(p + (ROWS_AT_ONCE + line) * step + wide)
+        two = j + 4 * LANES < 4 * n
+        first, second = load_eight(p, step, like), load_eight(p + wide if two else p, step, like)
         k, q = x, sums + j
         for _ in range(rows):
-            s = multiply_add(splat(load_one(k, FLOATS)), a, splat(ZERO))
-            s = multiply_add(splat(load_one(k + 4, FLOATS)), b, s)
-            s = multiply_add(splat(load_one(k + 8, FLOATS)), c, s)
-            s = multiply_add(splat(load_one(k + 12, FLOATS)), d, s)
-            s = multiply_add(splat(load_one(k + 16, FLOATS)), e, s)
-            s = multiply_add(splat(load_one(k + 20, FLOATS)), f, s)
-            s = multiply_add(splat(load_one(k + 24, FLOATS)), g, s)
-            s = multiply_add(splat(load_one(k + 28, FLOATS)), h, s)
-            if is_scaled(like):
-                store(q, multiply_add(s, scale, load(q, FLOATS)))
-            else:
-                store(q, add(s, load(q, FLOATS)))
+            s, t = weigh_eight(k, first), weigh_eight(k, second)
+            _add_at(q, s, scales + j, like)
+            if two:
+                _add_at(q + 4 * LANES, t, scales + j + 4 * LANES, like)
             k, q = k + x_step, q + sums_step
-        p += LANES * like.itemsize
+        p += 2 * wide
+
+
+@compiled(inner=True)
+def _add_at(sums, vector, scales, like):  # type: ignore[no-untyped-def]
+    if is_scaled(like):
+        store(sums, multiply_add(vector, load(scales, FLOATS), load(sums, FLOATS)))
+    else:
+        store(sums, add(vector, load(sums, FLOATS)))
 
 
 @compiled(inner=True)
@@ -347,10 +347,29 @@ def _attention(qkv, keys, values, head_low, past, mask, scale, weights, mixed): 
 
 
 @compiled(inner=True)
-def _unembed(
-    thread, n_threads, shared, x, table_at, table_scales, like, floats, widened, logits
-):  # fmt: skip  # type: ignore[no-untyped-def]
-    """logits (rows, V) = x (rows, C) table^T, each thread a range of the vocabulary.
+def _unembed(thread, n_threads, shared, x, table_at, table_scales, like, logits):  # type: ignore[no-untyped-def]
+    """logits (1, V) = x (1, C) table^T, each thread a range of the vocabulary."""
+    width, size = x.shape[1], like.itemsize
+    group = GROUP if width % GROUP == 0 else width
+    low, high = share(logits.shape[1], np.int64(1), thread, n_threads)
+    first = low
+    while first < high:
+        # The last few one by one: four times the same one.
+        n_tokens = TOKENS_AT_ONCE if high - first >= TOKENS_AT_ONCE else 1
+        step = width * size if n_tokens == TOKENS_AT_ONCE else 0
+        scales_step = 4 * (width // group) if n_tokens == TOKENS_AT_ONCE else 0
+        scores = _four_scores(x.ctypes.data, table_at + first * width * size, step,
+                              table_scales + 4 * first * (width // group), scales_step, group,
+                              width, like)  # fmt: skip
+        for token in range(n_tokens):
+            logits[0, first + token] = scores[token]
+        first += n_tokens
+    barrier(shared, n_threads)
+
+
+@compiled(inner=True)
+def _unembed_rows(thread, n_threads, shared, x, table_at, table_scales, like, widened, logits):  # type: ignore[no-untyped-def]
+    """What `_unembed` does, in its order, for several rows of x and of logits.
 
     `widened` (n_threads, 4 C) is room for four rows of the table. It comes from the caller, who
     keeps it: an array made here would be freed after its last use by name, which its address
@@ -363,24 +382,18 @@ def _unembed(
     copy = widened.ctypes.data + thread * 4 * TOKENS_AT_ONCE * width
     first = low
     while first < high:
-        # The last few one by one: four times the same one.
         n_tokens = TOKENS_AT_ONCE if high - first >= TOKENS_AT_ONCE else 1
         step = width * size if n_tokens == TOKENS_AT_ONCE else 0
-        at = table_at + first * width * size
         scales = table_scales + 4 * first * (width // group)
         scales_step = 4 * (width // group) if n_tokens == TOKENS_AT_ONCE else 0
-        if rows > 1:
-            _widen(at, step, width, like, copy)
-        for r in range(rows):
-            numbers = x.ctypes.data + 4 * r * width
-            if rows > 1:
-                scores = _four_scores(numbers, copy, 4 * width, scales, scales_step, group, width,
-                                      floats, like)  # fmt: skip
-            else:
-                scores = _four_scores(numbers, at, step, scales, scales_step, group, width, like,
-                                      like)  # fmt: skip
+        _widen(table_at + first * width * size, step, width, like, copy)
+        for r in range(0, rows, 2):
+            other = min(r + 1, rows - 1)
+            scores = _eight_scores(x.ctypes.data + 4 * r * width, x.ctypes.data + 4 * other * width,
+                                   copy, scales, scales_step, group, width, like)  # fmt: skip
             for token in range(n_tokens):
                 logits[r, first + token] = scores[token]
+                logits[other, first + token] = scores[TOKENS_AT_ONCE + token]
         first += n_tokens
     barrier(shared, n_threads)
 
@@ -402,27 +415,26 @@ def _widen(weights, step, n, like, copy):  # type: ignore[no-untyped-def]
 
 
 @compiled(inner=True)
-def _four_scores(x, rows, step, scales, scales_step, group, n, numbers, like):  # type: ignore[no-untyped-def]
+def _four_scores(x, rows, step, scales, scales_step, group, n, like):  # type: ignore[no-untyped-def]
     """The dot products of n numbers at x with four rows of n weights, all by address.
 
-    `like` is the format of the table, `numbers` that of these rows, which may have been widened.
     The rows after them are asked for meanwhile.
     """
-    size = numbers.itemsize
-    block = 4 * LANES  # no more than a group
+    size = like.itemsize
+    whole = n // SUMMED * SUMMED
     a, b, c, d = splat(ZERO), splat(ZERO), splat(ZERO), splat(ZERO)
-    for low in range(0, n // block * block, block):
+    for low in range(0, whole, SUMMED):
         s, t, u, v = splat(ZERO), splat(ZERO), splat(ZERO), splat(ZERO)
-        for i in range(low, low + block, LANES):
+        for i in range(low, low + SUMMED, LANES):
             p = rows + i * size
             if i * size % LINE == 0:
                 for row in range(TOKENS_AT_ONCE):
                     prefetch(p + (TOKENS_AT_ONCE + row) * step)
             number = load(x + 4 * i, FLOATS)
-            s = multiply_add(number, load(p, numbers), s)
-            t = multiply_add(number, load(p + step, numbers), t)
-            u = multiply_add(number, load(p + 2 * step, numbers), u)
-            v = multiply_add(number, load(p + 3 * step, numbers), v)
+            s = multiply_add(number, load(p, like), s)
+            t = multiply_add(number, load(p + step, like), t)
+            u = multiply_add(number, load(p + 2 * step, like), u)
+            v = multiply_add(number, load(p + 3 * step, like), v)
         if is_scaled(like):
             q = scales + 4 * (low // group)
             a = multiply_add(s, splat(load_one(q, FLOATS)), a)
@@ -432,21 +444,76 @@ def _four_scores(x, rows, step, scales, scales_step, group, n, numbers, like):  
         else:
             a, b, c, d = add(a, s), add(b, t), add(c, u), add(d, v)
     sums = (total(a), total(b), total(c), total(d))
-    if n % block == 0:
+    if n == whole:
         return sums
     return (
-        sums[0] + _rest(x, rows, scales, group, n, numbers, like),
-        sums[1] + _rest(x, rows + step, scales + scales_step, group, n, numbers, like),
-        sums[2] + _rest(x, rows + 2 * step, scales + 2 * scales_step, group, n, numbers, like),
-        sums[3] + _rest(x, rows + 3 * step, scales + 3 * scales_step, group, n, numbers, like),
+        sums[0] + _rest(x, rows, scales, group, n, like, like),
+        sums[1] + _rest(x, rows + step, scales + scales_step, group, n, like, like),
+        sums[2] + _rest(x, rows + 2 * step, scales + 2 * scales_step, group, n, like, like),
+        sums[3] + _rest(x, rows + 3 * step, scales + 3 * scales_step, group, n, like, like),
+    )
+
+
+@compiled(inner=True)
+def _eight_scores(x, y, rows, scales, scales_step, group, n, like):  # type: ignore[no-untyped-def]
+    """What `_four_scores` gives for x, and then for y, of four rows that have been widened.
+
+    A vector of weights is loaded once for both.
+    """
+    step, whole = 4 * n, n // SUMMED * SUMMED
+    a, b, c, d = splat(ZERO), splat(ZERO), splat(ZERO), splat(ZERO)
+    e, f, g, h = splat(ZERO), splat(ZERO), splat(ZERO), splat(ZERO)
+    for low in range(0, whole, SUMMED):
+        s, t, u, v = splat(ZERO), splat(ZERO), splat(ZERO), splat(ZERO)
+        k, m, o, w = splat(ZERO), splat(ZERO), splat(ZERO), splat(ZERO)
+        for i in range(4 * low, 4 * (low + SUMMED), 4 * LANES):
+            number, other = load(x + i, FLOATS), load(y + i, FLOATS)
+            p = rows + i
+            weights = load(p, FLOATS)
+            s, k = multiply_add(number, weights, s), multiply_add(other, weights, k)
+            weights = load(p + step, FLOATS)
+            t, m = multiply_add(number, weights, t), multiply_add(other, weights, m)
+            weights = load(p + 2 * step, FLOATS)
+            u, o = multiply_add(number, weights, u), multiply_add(other, weights, o)
+            weights = load(p + 3 * step, FLOATS)
+            v, w = multiply_add(number, weights, v), multiply_add(other, weights, w)
+        if is_scaled(like):
+            q = scales + 4 * (low // group)
+            scale = splat(load_one(q, FLOATS))
+            a, e = multiply_add(s, scale, a), multiply_add(k, scale, e)
+            scale = splat(load_one(q + scales_step, FLOATS))
+            b, f = multiply_add(t, scale, b), multiply_add(m, scale, f)
+            scale = splat(load_one(q + 2 * scales_step, FLOATS))
+            c, g = multiply_add(u, scale, c), multiply_add(o, scale, g)
+            scale = splat(load_one(q + 3 * scales_step, FLOATS))
+            d, h = multiply_add(v, scale, d), multiply_add(w, scale, h)
+        else:
+            a, b, c, d = add(a, s), add(b, t), add(c, u), add(d, v)
+            e, f, g, h = add(e, k), add(f, m), add(g, o), add(h, w)
+    sums = (total(a), total(b), total(c), total(d), total(e), total(f), total(g), total(h))
+    if n == whole:
+        return sums
+    two, three = scales + 2 * scales_step, scales + 3 * scales_step
+    return (
+        sums[0] + _rest(x, rows, scales, group, n, FLOATS, like),
+        sums[1] + _rest(x, rows + step, scales + scales_step, group, n, FLOATS, like),
+        sums[2] + _rest(x, rows + 2 * step, two, group, n, FLOATS, like),
+        sums[3] + _rest(x, rows + 3 * step, three, group, n, FLOATS, like),
+        sums[4] + _rest(y, rows, scales, group, n, FLOATS, like),
+        sums[5] + _rest(y, rows + step, scales + scales_step, group, n, FLOATS, like),
+        sums[6] + _rest(y, rows + 2 * step, two, group, n, FLOATS, like),
+        sums[7] + _rest(y, rows + 3 * step, three, group, n, FLOATS, like),
     )
 
 
 @compiled(inner=True)
 def _rest(x, row, scales, group, n, numbers, like):  # type: ignore[no-untyped-def]
-    """The part of a dot product that is left over beyond the last whole block."""
+    """The part of a dot product that is left over beyond the last whole block.
+
+    `like` is the format of the table, `numbers` that of this row, which may have been widened.
+    """
     sum_of = ZERO
-    for i in range(n // (4 * LANES) * (4 * LANES), n):
+    for i in range(n // SUMMED * SUMMED, n):
         weight = load_one(row + i * numbers.itemsize, numbers)
         if is_scaled(like):
             weight *= load_one(scales + 4 * (i // group), FLOATS)
@@ -460,7 +527,8 @@ class DecodeStep:
     def __init__(self, weights: Weights, n_threads: int) -> None:
         self.team = Team(min(n_threads, weights.config.n_head))
         self._weights = weights
-        self._run_blocks, self._run_unembed = Kernel(_blocks), Kernel(_unembed)
+        self._run_blocks = Kernel(_blocks)
+        self._run_unembed, self._run_unembed_rows = Kernel(_unembed), Kernel(_unembed_rows)
         self._addresses = np.array([[_address(w) for w in block] for block in weights.blocks])
         self._like = FORMATS[weights.table.dtype]
         self._scales = np.array(weights.attention_scales, f32)
@@ -468,8 +536,7 @@ class DecodeStep:
     @property
     def is_kept(self) -> bool:
         """Whether code of an earlier process lies on disk."""
-        folder = getattr(_blocks._cache, "cache_path", None)
-        return folder is not None and any(Path(folder).glob("decode._blocks-*.nbi"))
+        return is_kept(_blocks)
 
     def blocks(self, x: Tensor, cache: KVCache, mask: Tensor | None) -> Tensor:
         """All blocks for new tokens `x` (B, T, C); stores their keys and values in `cache`.
@@ -506,11 +573,12 @@ class DecodeStep:
         rows = np.ascontiguousarray(x.numpy().reshape(-1, x.shape[-1]))
         table, scales = self._weights.table, self._weights.table_scales
         logits = np.empty((len(rows), len(table)), f32)
-        widened = torch.empty(self.team.n_threads, TOKENS_AT_ONCE * rows.shape[1]).numpy()
-        self.team.run(
-            self._run_unembed, rows, _address(table), _address(scales), self._like, FLOATS, widened,
-            logits,
-        )  # fmt: skip
+        arguments = (rows, _address(table), _address(scales), self._like)
+        if len(rows) == 1:
+            self.team.run(self._run_unembed, *arguments, logits)
+        else:
+            widened = torch.empty(self.team.n_threads, TOKENS_AT_ONCE * rows.shape[1]).numpy()
+            self.team.run(self._run_unembed_rows, *arguments, widened, logits)
         return torch.from_numpy(logits).view(*x.shape[:-1], -1)
 
 

@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from llvmlite import ir
 from numba import types
+from numba.core import cgutils
 from numba.core.datamodel.models import PrimitiveModel
 from numba.extending import intrinsic, register_model
 
@@ -101,6 +102,41 @@ def load_one(typingctx, address, like):  # type: ignore[no-untyped-def]
         return _widen(builder, value, like.dtype, _FLOAT, _INT32, ir.Constant(_INT32, 16))
 
     return types.float32(types.int64, like), generate
+
+
+@intrinsic
+def load_eight(typingctx, address, step, like):  # type: ignore[no-untyped-def]
+    """Eight times 16 numbers, `step` bytes apart, in the format of `like`."""
+
+    def generate(context, builder, signature, args):  # type: ignore[no-untyped-def]
+        address, step, _ = args
+        place, bits16 = ir.VectorType(_stored_type(like.dtype), LANES).as_pointer(), ir.Constant(
+            _INT32S, [16] * LANES
+        )  # fmt: skip
+        vectors = []
+        for row in range(8):
+            at = builder.add(address, builder.mul(step, ir.Constant(address.type, row)))
+            value = builder.load(builder.inttoptr(at, place), align=1)
+            vectors.append(_widen(builder, value, like.dtype, _FLOATS, _INT32S, bits16))
+        return context.make_tuple(builder, signature.return_type, vectors)
+
+    return types.UniTuple(_vector, 8)(types.int64, types.int64, like), generate
+
+
+@intrinsic
+def weigh_eight(typingctx, numbers, eight):  # type: ignore[no-untyped-def]
+    """The sum of eight vectors, each times one of eight float32 numbers by address, in order."""
+
+    def generate(context, builder, signature, args):  # type: ignore[no-untyped-def]
+        sum_of = ir.Constant(_FLOATS, [0.0] * LANES)
+        for row, vector in enumerate(cgutils.unpack_tuple(builder, args[1])):
+            at = builder.add(args[0], ir.Constant(args[0].type, 4 * row))
+            number = builder.load(builder.inttoptr(at, _FLOAT.as_pointer()), align=4)
+            product = builder.fmul(_splat(builder, number), vector, flags=("contract",))
+            sum_of = builder.fadd(product, sum_of, flags=("contract",))
+        return sum_of
+
+    return _vector(types.int64, eight), generate
 
 
 @intrinsic

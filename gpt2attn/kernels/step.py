@@ -6,6 +6,7 @@ prompt runs on torch's products, so its first token need not wait for that.
 
 from __future__ import annotations
 
+import os
 import warnings
 from dataclasses import dataclass
 from functools import cached_property
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
 MAX_ROWS, MAX_ROWS_WIDENED = 16, 64
 # From so many rows on, what lies between torch's products is worth compiled code.
 MIN_PREFILL = 128
+INDEX = "decode._blocks-*.nbi"  # what Numba calls the list of what it keeps of a function
 ROWS_AT_ONCE = 8  # of a matrix: as many streams as the hardware follows well
 
 
@@ -72,9 +74,15 @@ class CompiledStep:
     def compiles_first(self) -> bool:
         """Whether the first decoding pass will have to compile its code, which takes seconds.
 
-        A guess from the names of files: to ask Numba would take as long as the rest of the start.
+        A guess from the dates of files: Numba itself, which knows, takes a moment to load.
         """
-        if any((Path(__file__).parent / "__pycache__").glob("decode._blocks-*.nbi")):
+        sources = Path(__file__).parent
+        if "NUMBA_CACHE_DIR" in os.environ:
+            kept = Path(os.environ["NUMBA_CACHE_DIR"]).rglob(INDEX)
+        else:
+            kept = (sources / "__pycache__").glob(INDEX)
+        newest = max(file.stat().st_mtime for file in sources.glob("*.py"))
+        if any(file.stat().st_mtime > newest for file in kept):
             return False
         return self._decode is not None and not self._decode.is_kept
 
