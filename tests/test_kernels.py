@@ -505,7 +505,10 @@ model = load_model({str(tiny_folder)!r}, kernels="auto")
 torch.set_num_threads(1)  # torch's own pool does not survive a fork
 expected = list(generate(model, [1, 2], 8, temperature=0))
 if os.fork() == 0:
-    os._exit(list(generate(model, [1, 2], 8, temperature=0)) != expected)
+    own = load_model({str(tiny_folder)!r}, kernels="auto")
+    own.compiled.n_threads = 2
+    results = [list(generate(m, [1, 2], 8, temperature=0)) for m in (model, own)]
+    os._exit(results != [expected, expected])
 print(os.wait()[1], list(generate(model, [1, 2], 8, temperature=0)) == expected)
 """
         result = subprocess.run(

@@ -6,6 +6,7 @@ prompt runs on torch's products, so its first token need not wait for that.
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import warnings
 from dataclasses import dataclass
@@ -32,6 +33,19 @@ MAX_ROWS, MAX_ROWS_WIDENED = 16, 64
 MIN_PREFILL = 128
 INDEX = "decode._blocks-*.nbi"  # what Numba calls the list of what it keeps of a function
 ROWS_AT_ONCE = 8  # of a matrix: as many streams as the hardware follows well
+
+
+_forks: list[int] = []
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=lambda: _forks.append(os.getpid()))
+
+
+def is_forked() -> bool:
+    """Whether this process is the child of a fork, where threads that torch had are missing."""
+    parent = multiprocessing.parent_process()
+    return bool(_forks) or (
+        parent is not None and multiprocessing.get_start_method(allow_none=True) == "fork"
+    )
 
 
 @dataclass(frozen=True)

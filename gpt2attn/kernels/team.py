@@ -15,7 +15,7 @@ import ctypes
 import os
 import threading
 from collections.abc import Callable
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +27,7 @@ from numba.core import cgutils
 from numba.extending import intrinsic
 
 from .compiling import compiled
+from .step import is_forked
 
 # Places in the array that a call's threads share; a cache line each, so that they do not collide.
 ARRIVED, ROUND, ABORTED, TAKEN, SHARED_SIZE = 0, 16, 32, 48, 64
@@ -183,6 +184,7 @@ class Kernel:
         return self._address
 
 
+@cache
 def find_pool() -> tuple[int, int, int] | None:
     """The addresses of three functions of the OpenMP library that torch computes with.
 
@@ -206,7 +208,7 @@ class Team:
 
     def __init__(self, n_threads: int) -> None:
         self.n_threads = n_threads
-        self._pool = find_pool()
+        self._pool = None if is_forked() else find_pool()
         self._begin()
 
     def _begin(self) -> None:

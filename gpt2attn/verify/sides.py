@@ -166,8 +166,9 @@ def in_parts(model: GPT2, case: Case, sizes: Sequence[int], *, last_only: bool =
         mask = None if case.mask is None else case.mask[:, : cache.length + ids.shape[1]]
         decoding = cache.length > 0
         x = model.hidden(ids, cache=cache, attention_mask=mask)
-        x = x[:, -1:] if last_only else x
-        parts.append(model.unembed(x, decoding=decoding))
+        # As generation does: (B, C), not (B, 1, C), which is another product.
+        logits = model.unembed(x[:, -1] if last_only else x, decoding=decoding)
+        parts.append(logits[:, None] if last_only else logits)
     return torch.cat(parts, dim=1)
 
 
