@@ -1,5 +1,7 @@
 """The compiled decode step against torch's kernels and float64."""
 
+import errno
+import importlib.util
 import os
 import subprocess
 import sys
@@ -9,12 +11,12 @@ import numpy as np
 import pytest
 import torch
 from checkpoints import TINY, write_checkpoint
-from numba.core.caching import NullCache
+from numba.core.caching import IndexDataCacheFile, NullCache
 
 from gpt2attn import KVCache, attention_maps, generate, load_model, save_model
 from gpt2attn.generation import Row, decode
+from gpt2attn.kernels import compiling, prefill, step, use_kernels
 from gpt2attn.kernels import decode as decode_kernels
-from gpt2attn.kernels import prefill, step, use_kernels
 from gpt2attn.kernels.formats import GROUP, STORED, quantize, widen
 from gpt2attn.kernels.step import MAX_ROWS, MAX_ROWS_WIDENED, MIN_PREFILL
 from gpt2attn.kernels.team import SHARED_SIZE, find_pool
@@ -291,36 +293,62 @@ class TestCompiling:
         monkeypatch.setattr(decode_kernels._blocks, "_cache", NullCache())
         assert fast.compiled.compiles_first
 
-    PROGRAM = """
-import sys, torch
-from gpt2attn import generate, load_model
-model = load_model(sys.argv[1], kernels="auto")
-print(model.compiled is not None, list(generate(model, [1, 2], 8, temperature=0)))
+    SOURCE = """
+from gpt2attn.kernels.compiling import compiled, is_kept
+
+@compiled()
+def double(x):
+    return 2 * x
 """
 
-    def run(self, folder, **environment):
-        return subprocess.run(
-            [sys.executable, "-W", "error", "-c", self.PROGRAM, str(folder)],
-            capture_output=True,
-            text=True,
-            env={**os.environ, **environment},
-        )
+    @staticmethod
+    def new_module(path):
+        """As a new process would import it: nothing is compiled yet."""
+        spec = importlib.util.spec_from_file_location("compiled_here", path)
+        module = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+        return module
 
-    def test_damaged_and_unwritable_files_cost_only_time(self, tmp_path, tiny_folder):
-        kept = tmp_path / "kept"
-        first = self.run(tiny_folder, NUMBA_CACHE_DIR=str(kept))
-        assert first.stdout.startswith("True ["), first.stderr
-        files = [file for file in kept.rglob("*") if file.suffix in (".nbi", ".nbc")]
-        assert files
-        for number, file in enumerate(files):
-            file.write_bytes([b"", b"\x80garbage", file.read_bytes()[:-40]][number % 3])
-        again = self.run(tiny_folder, NUMBA_CACHE_DIR=str(kept))
-        assert (again.stdout, again.stderr) == (first.stdout, "")
-        assert all(file.stat().st_size > 50 for file in files if file.suffix == ".nbi")
-        blocked = tmp_path / "a file"
-        blocked.write_text("")
-        without = self.run(tiny_folder, NUMBA_CACHE_DIR=str(blocked))
-        assert (without.stdout, without.stderr) == (first.stdout, "")
+    @pytest.mark.parametrize("damage", [b"", b"\x80garbage", None])
+    def test_damaged_files_cost_only_time(self, tmp_path, damage):
+        path = tmp_path / "compiled_here.py"
+        path.write_text(self.SOURCE)
+        assert self.new_module(path).double(21) == 42
+        files = [file for file in tmp_path.rglob("*") if file.suffix in (".nbi", ".nbc")]
+        assert len(files) == 2
+        assert self.new_module(path).is_kept(self.new_module(path).double)
+        for chosen in (files, files[:1], files[1:]):
+            for file in chosen:
+                file.write_bytes(file.read_bytes()[:-40] if damage is None else damage)
+            again = self.new_module(path)
+            assert again.double(21) == 42
+            assert sum(again.double.stats.cache_misses.values()) == 1
+            later = self.new_module(path)  # what was damaged is whole again
+            assert later.double(21) == 42
+            assert sum(later.double.stats.cache_hits.values()) == 1
+
+    @pytest.mark.parametrize("error", [OSError(errno.ENOSPC, "full"), PermissionError()])
+    def test_neither_does_a_disk_that_takes_nothing(self, tmp_path, monkeypatch, error):
+        def refuse(*_):
+            raise error
+
+        path = tmp_path / "compiled_here.py"
+        path.write_text(self.SOURCE)
+        monkeypatch.setattr(IndexDataCacheFile, "save", refuse)
+        module = self.new_module(path)
+        assert module.double(21) == 42
+        assert not module.is_kept(module.double)
+
+    def test_nor_a_machine_without_a_folder(self, tmp_path, monkeypatch):
+        def nowhere(_):
+            raise RuntimeError("cannot cache function: no locator available")
+
+        path = tmp_path / "compiled_here.py"
+        path.write_text(self.SOURCE)
+        monkeypatch.setattr(compiling, "_Cache", nowhere)
+        module = self.new_module(path)
+        assert module.double(21) == 42
+        assert not module.is_kept(module.double)
 
 
 class TestFormats:
