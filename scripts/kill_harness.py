@@ -72,7 +72,7 @@ def _dump_many(folder: Path) -> None:
 
 def _generate(folder: Path) -> None:
     source = _prompts(folder.parent)
-    options = ("-n", 12, "--batch-size", 2, "--seed", 1, "--kernels", "torch")
+    options = ("-n", 12, "--batch-size", 2, "--seed", 1)
     _program(
         "generate", "--input", source, "--out", folder / "texts.jsonl", "-m", "pocket", *options
     )
