@@ -65,6 +65,18 @@ class KVCache:
         """Bytes allocated for keys and values."""
         return self.keys.nbytes + self.values.nbytes
 
+    def check_fits(self, config: GPT2Config, dtype: torch.dtype) -> None:
+        """Raise ValueError if this is no cache for a model of that config and dtype."""
+        needed = (config.n_layer, config.n_head, config.head_dim)
+        n_layer, _, n_head, _, head_dim = self.keys.shape
+        if (n_layer, n_head, head_dim) != needed or self.keys.dtype != dtype:
+            raise ValueError(
+                f"The cache has {n_layer} layers of {n_head} heads of {head_dim} in "
+                f"{str(self.keys.dtype).removeprefix('torch.')}, the model {needed[0]} of "
+                f"{needed[1]} of {needed[2]} in {str(dtype).removeprefix('torch.')}; make it with "
+                "KVCache.for_model."
+            )
+
     def check_room(self, batch_size: int, n_new: int) -> None:
         """Raise ValueError if `n_new` more tokens of `batch_size` rows do not fit."""
         if batch_size != self.batch_size:

@@ -199,7 +199,7 @@ class Recorder:
         }
         self.done = 0
         self._dtype, self._device = model.dtype, model.device.type
-        self._all_heads = len(self.heads) == model.config.n_head
+        self._all_heads = self.heads == list(range(model.config.n_head))
 
     def room(self, layer: int, shape: tuple[int, ...]) -> Tensor | None:
         """Where the weights (B, H, T, S) of a layer are kept, if all of them are, as computed.

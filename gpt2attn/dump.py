@@ -165,7 +165,7 @@ class _LayerWriter:
         dtype: torch.dtype,
     ) -> None:
         self.layers = layers
-        self._heads = None if len(heads) == model.config.n_head else heads
+        self._heads = None if heads == list(range(model.config.n_head)) else heads
         self._stages, self._shape, self._dtype = stages, shape, dtype
 
     def start(self, file: Any, header: str) -> None:

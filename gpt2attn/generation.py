@@ -207,7 +207,7 @@ def check_prompts(
 def _check_lookup(model: GPT2, rows: Sequence[Row], overflow: str, *, plain: bool) -> None:
     # Without the compiled step a token's logits change in the last bits with the number of tokens
     # fed at once, so that a near tie could be decided otherwise.
-    if not hasattr(model.compiled, "takes_guesses"):
+    if not getattr(model.compiled, "takes_guesses", False):
         raise ValueError(
             'Lookup needs the compiled step on the CPU: kernels="auto" (--kernels auto), with '
             "numba installed."

@@ -18,7 +18,7 @@ from torch.nn import functional as F
 from .attention import AttentionSteps, allowed_keys, attend, causal_mask
 from .cache import KVCache
 from .config import GPT2Config
-from .kernels import Linear, Table
+from .kernels import Linear, Table, use_kernels
 from .kernels.activations import activation
 
 if TYPE_CHECKING:
@@ -142,8 +142,22 @@ class GPT2(nn.Module):
         self.kernels = "torch"  # likewise: what was asked for
 
     def _apply(self, *arguments: Any, **options: Any) -> GPT2:
-        self.compiled = None  # it holds on to the weights as they were before this move or cast
-        return super()._apply(*arguments, **options)
+        super()._apply(*arguments, **options)
+        use_kernels(self, self.kernels)  # anew, for the weights where they are now, as they are now
+        return self
+
+    def load_state_dict(self, *arguments: Any, **options: Any) -> Any:
+        result = super().load_state_dict(*arguments, **options)
+        use_kernels(self, self.kernels)
+        return result
+
+    def __getstate__(self) -> dict[str, Any]:
+        """What is copied and pickled: not the compiled step, which knows this model's memory."""
+        return {**self.__dict__, "compiled": None}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        use_kernels(self, self.kernels)
 
     @property
     def dtype(self) -> torch.dtype:
@@ -197,6 +211,7 @@ class GPT2(nn.Module):
         B, T = ids.shape
         past = 0 if cache is None else cache.length
         if cache is not None:
+            cache.check_fits(self.config, self.dtype)
             cache.check_room(B, T)
         mask = self._mask(attention_mask, B, past + T, cache)
         x = self.wte(ids) + self.wpe(self._positions(mask, T, past))

@@ -42,8 +42,9 @@ class TestSelection:
         # Layer 1 ran on the fused kernel here and explicitly there, so layer 2 saw other roundings.
         expected = whole.weights[[2, 0]][:, :, [3, 1]]
         torch.testing.assert_close(some.weights, expected, rtol=0, atol=1e-5)
-        some_heads = attention_maps(model, ids, heads=[3, 1])
-        assert torch.equal(some_heads.weights, whole.weights[:, :, [3, 1]])
+        for heads in ([3, 1], [3, 2, 1, 0]):
+            some_heads = attention_maps(model, ids, heads=heads)
+            assert torch.equal(some_heads.weights, whole.weights[:, :, heads])
         with pytest.raises(ValueError, match="layer 1 was not captured, only 2, 0"):
             some.head(1, 3)
 

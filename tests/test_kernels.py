@@ -1,11 +1,14 @@
 """The compiled decode step against torch's kernels and float64."""
 
+import copy
 import errno
 import importlib.util
 import os
+import pickle
 import subprocess
 import sys
 import threading
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -270,14 +273,36 @@ class TestPrefill:
         fast = self.without_torch(load_model(folder, kernels="auto", dtype=dtype))
         torch.testing.assert_close(fast(random_ids(1, 200)), expected(random_ids(1, 200)), **CLOSE)
 
-    def test_a_gradient_goes_through_torchs_operations(self, tmp_path):
+    @pytest.mark.parametrize("embeddings", [True, False])
+    def test_a_gradient_goes_through_torchs_operations(self, tmp_path, embeddings):
         torch_model, fast = both(self.folder(tmp_path))
         gradients = []
         for model in (torch_model, fast):
             model.requires_grad_(True)
+            for table in (model.wte, model.wpe):
+                table.requires_grad_(embeddings)
             model(random_ids(1, self.N)).square().sum().backward()
             gradients.append(model.h[0].mlp.c_fc.weight.grad)
+            cache = KVCache.for_model(model)
+            with torch.no_grad():
+                model(random_ids(1, self.N), cache=cache)
+            assert model(random_ids(1, 1), cache=cache).requires_grad
         torch.testing.assert_close(*gradients, rtol=1e-3, atol=1e-3)
+
+    def test_a_large_batch_of_single_tokens_is_left_to_torch(self, tmp_path):
+        torch_model, fast = both(self.folder(tmp_path))
+        chunks = random_ids(MIN_PREFILL, 4).split([3, 1], dim=1)
+        fast.compiled.blocks = None  # a call would raise
+        torch.testing.assert_close(run(fast, chunks)[0], run(torch_model, chunks)[0], **CLOSE)
+
+    @pytest.mark.parametrize("number", [torch.nan, torch.inf, 1e30])
+    def test_numbers_that_are_none_are_not_passed_over(self, tmp_path, number):
+        _, fast = both(self.folder(tmp_path))
+        fast.h[0].attn.c_attn.weight.data[0] *= number
+        ids = random_ids(1, self.N)
+        assert not self.without_torch(fast)(ids).isfinite().all()
+        with pytest.raises(ValueError, match="NaN or infinite"):
+            attention_maps(fast, ids)
 
 
 class TestCompiling:
@@ -468,6 +493,64 @@ class TestWhereItDoesNotFit:
             model.h[1].mlp.c_fc.weight.data *= 0.5
         chunks = random_ids(1, 6).split([5, 1], dim=1)
         torch.testing.assert_close(run(fast, chunks)[0], run(torch_model, chunks)[0], **CLOSE)
+
+
+class TestOtherMemory:
+    """Compiled code reads and writes by address: what it is given must be what it expects."""
+
+    @pytest.mark.parametrize(
+        "settings",
+        [{"n_layer": 1}, {"n_embd": 64, "n_head": 2}, {"n_embd": 32}, {"dtype": torch.float64}],
+    )
+    def test_a_cache_of_another_model_is_refused(self, tmp_path, settings):
+        torch_model, fast = both(TestPrefill.folder(tmp_path))
+        dtype = settings.pop("dtype", torch.float32)
+        other = KVCache(replace(fast.config, **settings), 1, dtype=dtype)
+        for model in (torch_model, fast):
+            for n in (1, 150):
+                with pytest.raises(ValueError, match=r"make it with KVCache\.for_model"):
+                    model(random_ids(1, n), cache=other)
+
+    def test_other_data_of_a_parameter_is_seen(self, tiny_folder):
+        torch_model, fast = both(tiny_folder)
+        chunks = random_ids(1, 6).split([5, 1], dim=1)
+        run(fast, chunks)
+        for model in (torch_model, fast):
+            for block in model.h:
+                block.mlp.c_fc.weight.data = block.mlp.c_fc.weight.data * 0.5
+            model.wte.weight.data = model.wte.weight.data * 2
+        torch.testing.assert_close(run(fast, chunks)[0], run(torch_model, chunks)[0], **CLOSE)
+
+    def test_other_weights_are_seen(self, tmp_path):
+        folders = [write_checkpoint(tmp_path / name, seed=n) for n, name in enumerate("ab")]
+        chunks = random_ids(1, 6).split([5, 1], dim=1)
+        _, fast = both(folders[0])
+        run(fast, chunks)
+        fast.load_state_dict(load_model(folders[1]).state_dict(), assign=True)
+        expected = run(load_model(folders[1], kernels="torch"), chunks)[0]
+        torch.testing.assert_close(run(fast, chunks)[0], expected, **CLOSE)
+
+    def test_an_odd_layout_of_the_unembedding_runs_on_torch(self, tiny_folder):
+        _, fast = both(tiny_folder)
+        fast.wte.weight.data = fast.wte.weight.data.t().contiguous().t()
+        assert use_kernels(fast, "auto") == "torch (the weights are not contiguous)"
+
+    def test_a_copy_runs_on_its_own_weights(self, tiny_folder):
+        _, fast = both(tiny_folder)
+        chunks = random_ids(1, 6).split([5, 1], dim=1)
+        expected = run(fast, chunks)[0]
+        copies = [copy.deepcopy(fast), pickle.loads(pickle.dumps(fast))]
+        fast.wte.weight.data.zero_()
+        for model in copies:
+            assert model.compiled is not None
+            assert torch.equal(run(model, chunks)[0], expected)
+
+    def test_hooks_are_called(self, tmp_path):
+        _, fast = both(TestPrefill.folder(tmp_path))
+        calls = []
+        fast.h[1].mlp.register_forward_hook(lambda *_: calls.append(1))
+        run(fast, random_ids(1, 152).split([150, 1, 1], dim=1))
+        assert len(calls) == 3
 
 
 class TestThreads:

@@ -23,6 +23,7 @@ from gpt2attn.model import GPT2
 from gpt2attn.verify import Report, Row, VerifyError, comparison, make_cases, verify
 from gpt2attn.verify.report import (
     AUTO,
+    AUTO_EAGER,
     DIFFERS,
     FUSED,
     GENERATE,
@@ -72,6 +73,8 @@ def test_rows_cover_every_stage_in_the_order_of_the_forward_pass(report: Report)
         *((FUSED, stage) for stage in ["embeddings", *(f"block {i}" for i in layers), *ends]),
         (GENERATE, "decode logits"),
         (GENERATE, "greedy ids"),
+        (AUTO_EAGER, "attention maps"),
+        (AUTO_EAGER, "logits"),
         (AUTO, "decode logits"),
         (AUTO, "greedy ids"),
         (OURS, "cached against uncached"),
@@ -389,6 +392,9 @@ def test_a_thousand_tokens_are_bit_equal(tmp_path: Path) -> None:
     assert [case.length for case in report.cases].count(1000) == 2
     assert report.ok, report.summary()
     assert report.bit_equal, report.summary()
+    maps, logits = (row for row in report.rows if row.pair == AUTO_EAGER)
+    assert (maps.verdict, logits.verdict) == (WITHIN, ROUNDING)
+    assert 0 < maps.max_difference <= 1e-5
 
 
 @pytest.mark.slow

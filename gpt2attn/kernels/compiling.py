@@ -15,6 +15,7 @@ from typing import Any
 
 from numba import njit
 from numba.core.caching import FunctionCache, IndexDataCacheFile
+from numba.core.sigutils import normalize_signature
 
 # Summing in any order lets the compiler use whole vector registers.
 FAST = {"reassoc", "contract", "nsz", "arcp"}
@@ -37,12 +38,15 @@ class _Cache(FunctionCache):
 
     def load_overload(self, sig: Any, target_context: Any) -> Any:
         try:
-            return super().load_overload(sig, target_context)
+            kept = super().load_overload(sig, target_context)
+            # Two processes that wrote at once may have put one's code under the other's name.
+            if kept is None or tuple(kept.signature.args) == tuple(normalize_signature(sig)[0]):
+                return kept
         except Exception:
-            # Whatever unpickling a damaged file may raise. Beginning anew replaces it.
-            with contextlib.suppress(OSError):
-                self.flush()
-            return None
+            pass  # whatever unpickling a damaged file may raise
+        with contextlib.suppress(OSError):
+            self.flush()  # beginning anew replaces it
+        return None
 
     @property
     def is_kept(self) -> bool:

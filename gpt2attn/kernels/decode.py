@@ -529,9 +529,17 @@ class DecodeStep:
         self._weights = weights
         self._run_blocks = Kernel(_blocks)
         self._run_unembed, self._run_unembed_rows = Kernel(_unembed), Kernel(_unembed_rows)
-        self._addresses = np.array([[_address(w) for w in block] for block in weights.blocks])
+        self._tensors = [w for block in weights.blocks for w in block]
+        self._memory = [None if w is None else w.detach() for w in self._tensors]  # stays alive
+        addresses = [_address(w) for w in self._memory]
+        self._addresses = np.array(addresses).reshape(len(weights.blocks), -1)
         self._like = FORMATS[weights.table.dtype]
         self._scales = np.array(weights.attention_scales, f32)
+
+    def is_outdated(self) -> bool:
+        """Whether a weight's memory is not where it was."""
+        pairs = zip(self._tensors, self._memory, strict=True)
+        return any(_address(now) != _address(then) for now, then in pairs)
 
     @property
     def is_kept(self) -> bool:
@@ -545,7 +553,6 @@ class DecodeStep:
         does.
         """
         batch, n_new, width = x.shape
-        assert cache.keys.dtype == torch.float32
         config = self._weights.config
         rows = np.ascontiguousarray(x.numpy().reshape(batch * n_new, width))
         out = np.zeros_like(rows)

@@ -270,8 +270,8 @@ class _Kernels(NamedTuple):
 class Prefill:
     """Runs the blocks of one model over many tokens at once."""
 
-    def __init__(self, blocks: Sequence[Block], team: Team) -> None:
-        self._blocks, self._team = blocks, team
+    def __init__(self, blocks: Sequence[Block], n_threads: int) -> None:
+        self._blocks, self._team = blocks, Team(n_threads)
         functions = (_multiply, _add_and_norm, _add_and_gelu, _attend)
         self._kernels = _Kernels(*map(Kernel, functions))
 
@@ -417,8 +417,10 @@ class _Pass:
     def _maps(self, layer: int, shape: tuple[int, int, int, int]) -> Tensor:
         """Memory for the weights of a layer that is looked at."""
         find_room = getattr(self._observe, "room", None)
-        room = None if find_room is None else find_room(layer, shape)
-        return self._x.new_empty(shape) if room is None else room
+        room: Tensor | None = None if find_room is None else find_room(layer, shape)
+        if room is not None and room.shape == shape and room.dtype == torch.float32:
+            return room.contiguous()  # itself, if compiled code can write there
+        return self._x.new_empty(shape)
 
 
 @cache

@@ -109,9 +109,10 @@ def softmax(scores, n_keys, mask):  # type: ignore[no-untyped-def]
     for s in range(n_keys, end):
         scores[s] = LOWEST
     low, high = scores.ctypes.data, scores.ctypes.data + 4 * end
-    most = splat(LOWEST)
+    most, odd = splat(LOWEST), splat(ZERO)
     for p in range(low, high, 4 * LANES):
-        most = larger(most, load(p, FLOATS))
+        number = load(p, FLOATS)
+        most, odd = larger(most, number), multiply_add(number, splat(ZERO), odd)
     best = splat(-largest(most))
     sums = splat(ZERO)
     for p in range(low, high, 4 * LANES):
@@ -120,6 +121,7 @@ def softmax(scores, n_keys, mask):  # type: ignore[no-untyped-def]
         sums = add(sums, power)
         store(p, power)
     sum_of = total(sums)
-    inverse = splat(f32(1.0) / sum_of if sum_of > ZERO else ZERO)
+    # Not a number if there was one that is none, or infinity; comparisons would pass them over.
+    inverse = splat((f32(1.0) / sum_of if sum_of > ZERO else ZERO) + total(odd))
     for p in range(low, high, 4 * LANES):
         store(p, multiply_add(load(p, FLOATS), inverse, splat(ZERO)))

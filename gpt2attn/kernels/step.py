@@ -29,8 +29,8 @@ if TYPE_CHECKING:
 # Beyond so many rows torch's products are the faster ones: those of float32 weights soon, those of
 # others late, since they are widened first.
 MAX_ROWS, MAX_ROWS_WIDENED = 16, 64
-# From so many rows on, what lies between torch's products is worth compiled code.
-MIN_PREFILL = 128
+# From so many rows on, and tokens in each text, long passes are worth compiled code.
+MIN_PREFILL, MIN_TOKENS = 128, 8
 INDEX = "decode._blocks-*.nbi"  # what Numba calls the list of what it keeps of a function
 ROWS_AT_ONCE = 8  # of a matrix: as many streams as the hardware follows well
 
@@ -50,7 +50,7 @@ def is_forked() -> bool:
 
 @dataclass(frozen=True)
 class Weights:
-    """What compiled code reads of a model; it keeps the memory alive.
+    """What the decode step reads of a model.
 
     `blocks` holds, for each layer, eight vectors and then each matrix with its scales (None unless
     int8), in the order that `decode` names them.
@@ -66,23 +66,21 @@ class Weights:
 class CompiledStep:
     """Runs the blocks of one model by compiled code, over the model's own weights.
 
-    The addresses of the weights are taken once: weights may be changed in place later, but not be
-    exchanged for others (`GPT2` drops its step when it is moved or cast).
+    Weights may be changed in place, and a parameter's `data` be exchanged; for other parameters
+    call `use_kernels` again, as `GPT2` does when it is moved, cast, loaded or copied.
     """
-
-    takes_guesses = True  # a token gets the same logits alone and beside others
 
     def __init__(self, model: GPT2) -> None:
         self.n_threads = torch.get_num_threads()
-        self._blocks = list(model.h)
-        self._weights = Weights(
-            model.config,
-            [_block_weights(block) for block in model.h],
-            [block.attn.scale for block in model.h],
-            model.table.weight,
-            model.table.scale,
-        )
+        self._config, self._blocks, self._table = model.config, list(model.h), model.table
+        self._parameters = list(model.parameters())
+        self._modules = [module for block in model.h for module in block.modules()]
         self._max_rows = MAX_ROWS if model.table.weight.dtype == torch.float32 else MAX_ROWS_WIDENED
+
+    @property
+    def takes_guesses(self) -> bool:
+        """Whether a token gets the same logits alone and beside others, as decoding does here."""
+        return self._decode is not None
 
     @property
     def compiles_first(self) -> bool:
@@ -103,14 +101,15 @@ class CompiledStep:
     def takes(self, x: Tensor, cache: KVCache | None, observe: Observer | None) -> bool:
         """Whether a pass over `x` (B, T, C) is one for compiled code.
 
-        That is a few tokens after cached ones that nobody observes, or a long prompt; and no
-        gradient is wanted.
+        That is a few tokens after cached ones that nobody observes, or many tokens; and no gradient
+        is wanted, and no hook waits in a block.
         """
-        if x.dtype != torch.float32 or x.requires_grad:
+        if x.dtype != torch.float32 or self._wants_gradient(x) or self._has_hooks():
             return False
         if self._is_decoding(x, cache) and observe is None:
             return self._decode is not None
-        return x.shape[:-1].numel() >= MIN_PREFILL and self._prefill is not None
+        many = x.shape[:-1].numel() >= MIN_PREFILL and x.shape[1] >= MIN_TOKENS
+        return many and self._prefill is not None
 
     def blocks(
         self, x: Tensor, cache: KVCache | None, mask: Tensor | None, observe: Observer | None
@@ -133,30 +132,51 @@ class CompiledStep:
         `decoding` says that a decoding pass gave x.
         """
         few = x.shape[:-1].numel() <= self._max_rows
-        if not (decoding and few) or x.requires_grad or self._decode is None:
+        if not (decoding and few) or self._wants_gradient(x) or self._decode is None:
             return None
         return self._decode.unembed(x)
+
+    def _wants_gradient(self, x: Tensor) -> bool:
+        wanted = (x, *self._parameters)
+        return torch.is_grad_enabled() and any(tensor.requires_grad for tensor in wanted)
+
+    def _has_hooks(self) -> bool:
+        return any(module._forward_hooks or module._forward_pre_hooks for module in self._modules)
 
     def _is_decoding(self, x: Tensor, cache: KVCache | None) -> bool:
         cached = cache is not None and cache.length > 0
         return cached and x.shape[:-1].numel() <= self._max_rows
 
-    @cached_property
+    @property
     def _decode(self) -> DecodeStep | None:
+        step = self._made_decode
+        if step is not None and step.is_outdated():
+            del self._made_decode  # somebody put other memory in a parameter's place
+        return self._made_decode
+
+    @cached_property
+    def _made_decode(self) -> DecodeStep | None:
         try:
             from .decode import DecodeStep
         except ImportError as error:
             warnings.warn(f"Numba cannot be used, so torch decodes: {error}", stacklevel=2)
             return None
-        return DecodeStep(self._weights, self.n_threads)
+        weights = Weights(
+            self._config,
+            [_block_weights(block) for block in self._blocks],
+            [block.attn.scale for block in self._blocks],
+            self._table.weight,
+            self._table.scale,
+        )
+        return DecodeStep(weights, self.n_threads)
 
     @cached_property
     def _prefill(self) -> Prefill | None:
-        if self._decode is None or self._weights.config.head_dim % 16:
+        if self._decode is None or self._config.head_dim % 16:
             return None
         from .prefill import Prefill
 
-        return Prefill(self._blocks, self._decode.team)
+        return Prefill(self._blocks, self.n_threads)
 
 
 def unfit(model: GPT2) -> str:
@@ -165,8 +185,13 @@ def unfit(model: GPT2) -> str:
         return f"the model is on {model.device.type}"
     if model.dtype != torch.float32:
         return f"it computes in {str(model.dtype).removeprefix('torch.')}"
-    weights = [w for block in model.h for w in _block_weights(block) if w is not None]
-    if not all(weight.is_contiguous() for weight in weights):
+    if os.name == "nt":
+        return "it needs a POSIX system"
+    if os.environ.get("NUMBA_DISABLE_JIT", "0") != "0":
+        return "Numba is told not to compile"
+    matrices = [model.table.weight, model.table.scale]
+    weights = [w for block in model.h for w in (*_block_weights(block), *matrices)]
+    if not all(weight.is_contiguous() for weight in weights if weight is not None):
         return "the weights are not contiguous"
     if model.config.activation_function not in TANH_GELUS:
         return f"the activation is {model.config.activation_function}"

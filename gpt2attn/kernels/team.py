@@ -151,7 +151,11 @@ def _call_at(context, builder, address, kinds, thread, n_threads, packed):  # ty
     kind = context.call_conv.get_function_type(types.none, kinds)
     function = builder.inttoptr(address, kind.as_pointer())
     values = [thread, n_threads, *cgutils.unpack_tuple(builder, packed)]
-    context.call_conv.call_function(builder, function, types.none, kinds, values)
+    status, _ = context.call_conv.call_function(builder, function, types.none, kinds, values)
+    with builder.if_then(status.is_error, likely=False):  # there was no memory
+        shared = context.make_array(kinds[2])(context, builder, values[2])
+        place = builder.gep(shared.data, [ir.Constant(ir.IntType(64), ABORTED)])
+        builder.store_atomic(ir.Constant(ir.IntType(64), 1), place, "release", 8)
 
 
 @compiled()
@@ -212,8 +216,9 @@ class Team:
         self._begin()
 
     def _begin(self) -> None:
-        self._pid, self._lock = os.getpid(), threading.Lock()
+        self._lock = threading.Lock()
         self._workers: list[_Worker] = []
+        self._pid = os.getpid()
 
     def run(self, kernel: Kernel, *arguments: Any) -> None:
         """Call the kernel in every thread; returns when all are done.
@@ -231,6 +236,8 @@ class Team:
                 _run_in_pool(self._pool, self.n_threads, address, shared, *arguments)
             else:
                 self._run_in_own(partial(_run_alone, address), shared, arguments)
+        if shared[ABORTED]:
+            raise MemoryError("There was not enough memory for compiled code to work in.")
 
     def _run_in_own(
         self, function: Callable[..., Any], shared: np.ndarray, arguments: tuple[Any, ...]
@@ -279,6 +286,8 @@ class _Worker:
             assert self._job is not None
             function, arguments = self._job
             self._job = None  # keeps no array alive while it sleeps
-            function(self._number, *arguments)
-            del function, arguments
-            self._free.release()
+            try:
+                function(self._number, *arguments)
+            finally:
+                del function, arguments
+                self._free.release()

@@ -3,7 +3,7 @@
 Like is compared with like: the observed path with transformers' eager attention, the fused path
 with its sdpa, a run without a cache with `use_cache=False`, one with a cache with `use_cache=True`.
 In float32 on a CPU, with transformers 5.24, each of these pairs is claimed to be bit-equal, but for
-decoding with the kernels "auto", which is judged as what follows.
+the kernels "auto", which are judged as what follows.
 
 What is not bit-equal is judged by transformers itself in float64, on the same weights and ids: over
 all inputs, ours may be no farther from that run than twice transformers' own distance. (Over one

@@ -9,8 +9,9 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from ..attention import AttentionSteps
 from ..model import GPT2
-from .report import AUTO, FUSED, GENERATE, OBSERVED, OURS, PAIRS, Case, Row
+from .report import AUTO, AUTO_EAGER, FUSED, GENERATE, OBSERVED, OURS, PAIRS, Case, Row
 from .sides import (
     Reference,
     greedy_ids,
@@ -23,7 +24,7 @@ from .sides import (
 )
 
 GREEDY_STEPS = 64
-TOLERANCE = 1e-4
+TOLERANCE, MAP_TOLERANCE = 1e-4, 1e-5
 # Tokens in a case that is run with a cache too: larger ones cost much and show nothing new.
 MOST_CACHED = 1000
 MOST_STEPS = 64  # tokens in a row that is fed one token at a time
@@ -41,7 +42,7 @@ class Comparison:
     """Runs both sides, case by case, and merges what is found into one row for each stage."""
 
     def __init__(self, model: GPT2, reference: Reference, fast: GPT2 | None = None) -> None:
-        """`fast` is the same model with the kernels "auto", which only decoding is compared of."""
+        """`fast` is the same model with the kernels "auto"."""
         self.model, self.reference, self.fast = model, reference, fast
         self._rows: dict[tuple[str, str], Row] = {}
 
@@ -56,6 +57,9 @@ class Comparison:
                 notify(f"{case.name}, with a cache")
                 self.stages(OBSERVED, case, use_cache=True)
                 self.stages(FUSED, case, use_cache=True)
+        notify("one pass of the fast kernels")
+        self.fast_pass(_largest(case for case in plain if len(case.ids) == 1))
+        self.fast_pass(padded)
         notify("greedy decoding")
         self.greedy(prompt)
         self.greedy(padded)
@@ -69,7 +73,7 @@ class Comparison:
         order = ["embeddings"]
         for layer in range(self.model.config.n_layer):
             order += [f"attention map {layer}", f"block {layer}"]
-        order += ["final LayerNorm", "logits", "decode logits", "greedy ids"]
+        order += ["final LayerNorm", "attention maps", "logits", "decode logits", "greedy ids"]
         order += [CACHED, CHUNKED, PADDED]
         return sorted(
             self._rows.values(), key=lambda row: (PAIRS.index(row.pair), order.index(row.stage))
@@ -97,6 +101,23 @@ class Comparison:
         run_ours(self.model, case, compare, observed=pair == OBSERVED, use_cache=use_cache)
         if unequal:
             run_theirs(self.reference.judge(), case, judge)
+
+    def fast_pass(self, case: Case) -> None:
+        """The attention maps and logits of one pass of the fast kernels, against eager ones."""
+        if self.fast is None:
+            return
+        theirs: dict[str, Tensor] = {}
+        run_theirs(self.reference.for_pair(OBSERVED), case, theirs.__setitem__)
+
+        def observe(layer: int, steps: AttentionSteps) -> None:
+            maps = case.real(steps.weights), case.real(theirs.pop(f"attention map {layer}"))
+            difference, place = _largest_gap(*maps)
+            place = {"layer": layer, **place}
+            name = "attention maps"
+            self._add(Row(name, AUTO_EAGER, case.name, difference, place, MAP_TOLERANCE))
+
+        logits = self.fast(case.ids, attention_mask=case.mask, observe=observe)
+        self._logits("logits", AUTO_EAGER, case, logits, theirs["logits"])
 
     def greedy(self, case: Case) -> None:
         """Their `generate` against our decode loops: the logits of every step, and the ids."""

@@ -17,8 +17,9 @@ if TYPE_CHECKING:
 BIT_EQUAL, WITHIN, ROUNDING, DIFFERS = "bit-equal", "within tolerance", "rounding", "differs"
 
 OBSERVED, FUSED = "observed / eager", "fused / sdpa"
-GENERATE, AUTO, OURS = "decode / generate", "auto / generate", "ours / ours"
-PAIRS = (OBSERVED, FUSED, GENERATE, AUTO, OURS)
+GENERATE, OURS = "decode / generate", "ours / ours"
+AUTO_EAGER, AUTO = "auto / eager", "auto / generate"
+PAIRS = (OBSERVED, FUSED, GENERATE, AUTO_EAGER, AUTO, OURS)
 
 
 @dataclass(frozen=True)
@@ -152,7 +153,7 @@ class Report:
         return all(row.bit_equal for row in self._same_kernels())
 
     def _same_kernels(self) -> list[Row]:
-        return [row for row in self.rows if row.pair not in (AUTO, OURS)]
+        return [row for row in self.rows if row.pair not in (AUTO_EAGER, AUTO, OURS)]
 
     @property
     def first_difference(self) -> Row | None:
