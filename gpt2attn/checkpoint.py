@@ -94,8 +94,9 @@ def load_model(
 ) -> GPT2:
     """The model in a checkpoint folder, a Hub repository or the built-in `pocket`, for inference.
 
-    `kernels` "auto" decodes with the compiled step where it fits the model and the machine, and
-    with torch elsewhere; "torch" keeps every operation torch's own, bit for bit transformers'.
+    `kernels` "auto" decodes and reads long prompts with compiled code where that fits the model and
+    the machine, and with torch elsewhere; "torch" keeps every operation torch's own, bit for bit
+    transformers'.
     `dtype` bfloat16, float16 or int8 is with "auto" on the CPU what the big matrices are stored in,
     while all arithmetic is float32 (`kernels.formats`); with "torch", and on CUDA, the weights are
     stored and computed in `dtype`, which is then not int8. What the file holds, and its config, do

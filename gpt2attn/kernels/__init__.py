@@ -2,8 +2,9 @@
 
 `torch` is the reference: every operation is torch's, in transformers' order, bit for bit. `auto`
 takes the fused GELU, and adds a compiled step: on the CPU with numba, for the few rows of a
-decoding pass and for what is between the products of a long prompt; on CUDA as a graph, for
-decoding. What somebody edits, and a short prompt, run on torch's operations.
+decoding pass and for passes over many tokens, observed or not; on CUDA as a graph, for decoding.
+Blocks that somebody edits or has put a hook into, gradients, and short prompts run on torch's
+operations.
 """
 
 from __future__ import annotations
