@@ -6,10 +6,10 @@
     4. softmax   weights = softmax(scaled + mask)           each row is positive and sums to 1
     5. mix       output  = weights v                        (B, H, T, D)
 
-Vaswani et al. 2017, "Attention Is All You Need", section 3.2.1. With torch's kernels the model runs
-these functions whenever somebody looks; the compiled pass over many tokens (`kernels.prefill`)
-computes the same to rounding. `AttentionSteps` is what they see. Shapes: B batch, H heads, T queries
-(new tokens), S keys (cached and new), D head_dim.
+Vaswani et al. 2017, "Attention Is All You Need", section 3.2.1. With torch's kernels the model
+runs these functions whenever somebody looks; the compiled pass over many tokens
+(`kernels.prefill`) computes the same to rounding. `AttentionSteps` is what they see. Shapes:
+B batch, H heads, T queries (new tokens), S keys (cached and new), D head_dim.
 """
 
 from __future__ import annotations
@@ -98,9 +98,9 @@ class AttentionSteps:
 
     `q` (B, H, T, D); `k`, `v` (B, H, S, D), views of the cache where there is one, so copy what you
     keep; `weights` (B, H, T, S); `output` (B, H, T, D). `scores`, `scaled` and `masked` (B, H, T,
-    S) are computed when asked for, with torch's kernels by the functions that gave `weights`: kept for
-    all layers they would be 144 MB a layer at 1,000 tokens. `allowed` is the mask, True where a query may look,
-    broadcastable to (B, H, T, S), or None.
+    S) are computed when asked for, with torch's kernels by the functions that gave `weights`: kept
+    for all layers they would be 144 MB a layer at 1,000 tokens. `allowed` is the mask, True where a
+    query may look, broadcastable to (B, H, T, S), or None.
     """
 
     q: Tensor

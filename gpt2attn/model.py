@@ -188,7 +188,8 @@ class GPT2(nn.Module):
         `attention_mask` (B, cached + T) is 1 for a token and 0 for padding; positions count tokens
         only, so padded rows give what they give alone. `observe(layer, steps)` is called with each
         layer's AttentionSteps; if it has an attribute `layers`, only those layers leave the fused
-        kernel, or write out their weights where compiled code runs. `edit(layer, site, x)` replaces activations; see `edits` for ready ones.
+        kernel, or write out their weights where compiled code runs. `edit(layer, site, x)` replaces
+        activations; see `edits` for ready ones.
 
         Raises ValueError, before any compute, for ids outside the vocabulary, a mask that does not
         fit, or more tokens than the context or the cache has room for.
