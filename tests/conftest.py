@@ -86,14 +86,13 @@ def small_model(fuzz: ModuleType) -> Path:
 
 @pytest.fixture(scope="session")
 def random_checkpoint(make_checkpoint: ModuleType) -> Callable[..., Path]:
-    """A function (size, folder, n_layer=None) that writes random weights of a published size."""
+    """A function (size, folder, **changes) that writes random weights of a published size."""
     from gpt2attn.checkpoint import save_model
     from gpt2attn.config import GPT2Config
 
-    def write(size: str, folder: Path, n_layer: int | None = None) -> Path:
+    def write(size: str, folder: Path, **changes: int) -> Path:
         config = GPT2Config.from_file(make_checkpoint.CONFIGS / f"{size}.json")
-        if n_layer is not None:
-            config = dataclasses.replace(config, n_layer=n_layer)
+        config = dataclasses.replace(config, **changes)
         save_model(make_checkpoint.random_model(config), folder)
         return folder
 
