@@ -529,17 +529,17 @@ class DecodeStep:
         self._weights = weights
         self._run_blocks = Kernel(_blocks)
         self._run_unembed, self._run_unembed_rows = Kernel(_unembed), Kernel(_unembed_rows)
-        self._tensors = [w for block in weights.blocks for w in block]
-        self._memory = [None if w is None else w.detach() for w in self._tensors]  # stays alive
-        addresses = [_address(w) for w in self._memory]
-        self._addresses = np.array(addresses).reshape(len(weights.blocks), -1)
+        tensors = [w for block in weights.blocks for w in block]
+        self._addresses = np.array([_address(w) for w in tensors]).reshape(len(weights.blocks), -1)
+        self._tensors = [w for w in tensors if w is not None]
+        self._memory = [w.detach() for w in self._tensors]  # stays alive
+        self._places = [w.data_ptr() for w in self._tensors]
         self._like = FORMATS[weights.table.dtype]
         self._scales = np.array(weights.attention_scales, f32)
 
     def is_outdated(self) -> bool:
         """Whether a weight's memory is not where it was."""
-        pairs = zip(self._tensors, self._memory, strict=True)
-        return any(_address(now) != _address(then) for now, then in pairs)
+        return [w.data_ptr() for w in self._tensors] != self._places
 
     @property
     def is_kept(self) -> bool:

@@ -107,6 +107,8 @@ class CompiledStep:
         if x.dtype != torch.float32 or self._wants_gradient(x) or self._has_hooks():
             return False
         if self._is_decoding(x, cache) and observe is None:
+            if self._decode is not None and self._decode.is_outdated():
+                del self._decode  # somebody put other memory in a parameter's place
             return self._decode is not None
         many = x.shape[:-1].numel() >= MIN_PREFILL and x.shape[1] >= MIN_TOKENS
         return many and self._prefill is not None
@@ -147,15 +149,8 @@ class CompiledStep:
         cached = cache is not None and cache.length > 0
         return cached and x.shape[:-1].numel() <= self._max_rows
 
-    @property
-    def _decode(self) -> DecodeStep | None:
-        step = self._made_decode
-        if step is not None and step.is_outdated():
-            del self._made_decode  # somebody put other memory in a parameter's place
-        return self._made_decode
-
     @cached_property
-    def _made_decode(self) -> DecodeStep | None:
+    def _decode(self) -> DecodeStep | None:
         try:
             from .decode import DecodeStep
         except ImportError as error:
