@@ -525,7 +525,7 @@ class DecodeStep:
     """The compiled decode step of one model, over the model's own weights and a caller's cache."""
 
     def __init__(self, weights: Weights, n_threads: int) -> None:
-        self.team = Team(min(n_threads, weights.config.n_head))
+        self.team = Team(min(n_threads, weights.config.n_head), in_pool=False)
         self._weights = weights
         self._run_blocks = Kernel(_blocks)
         self._run_unembed, self._run_unembed_rows = Kernel(_unembed), Kernel(_unembed_rows)

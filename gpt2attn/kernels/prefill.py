@@ -271,7 +271,7 @@ class Prefill:
     """Runs the blocks of one model over many tokens at once."""
 
     def __init__(self, blocks: Sequence[Block], n_threads: int) -> None:
-        self._blocks, self._team = blocks, Team(n_threads)
+        self._blocks, self._team = blocks, Team(n_threads, in_pool=True)
         functions = (_multiply, _add_and_norm, _add_and_gelu, _attend)
         self._kernels = _Kernels(*map(Kernel, functions))
 

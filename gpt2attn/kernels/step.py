@@ -75,7 +75,9 @@ class CompiledStep:
         self._config, self._blocks, self._table = model.config, list(model.h), model.table
         self._parameters = list(model.parameters())
         self._modules = [module for block in model.h for module in block.modules()]
-        self._max_rows = MAX_ROWS if model.table.weight.dtype == torch.float32 else MAX_ROWS_WIDENED
+        # torch would widen all weights for each pass: with narrow ones a short prompt is compiled, too.
+        self._is_narrow = model.table.weight.dtype != torch.float32
+        self._max_rows = MAX_ROWS_WIDENED if self._is_narrow else MAX_ROWS
 
     @property
     def takes_guesses(self) -> bool:
@@ -101,8 +103,8 @@ class CompiledStep:
     def takes(self, x: Tensor, cache: KVCache | None, observe: Observer | None) -> bool:
         """Whether a pass over `x` (B, T, C) is one for compiled code.
 
-        That is a few tokens after cached ones that nobody observes, or many tokens; and no gradient
-        is wanted, and no hook waits in a block.
+        That is a few tokens after cached ones that nobody observes, or many tokens, with narrow
+        weights any; and no gradient is wanted, and no hook waits in a block.
         """
         if x.dtype != torch.float32 or self._wants_gradient(x) or self._has_hooks():
             return False
@@ -111,6 +113,7 @@ class CompiledStep:
                 del self._decode  # somebody put other memory in a parameter's place
             return self._decode is not None
         many = x.shape[:-1].numel() >= MIN_PREFILL and x.shape[1] >= MIN_TOKENS
+        many = many or self._is_narrow
         return many and self._prefill is not None
 
     def blocks(
@@ -134,7 +137,11 @@ class CompiledStep:
         `decoding` says that a decoding pass gave x.
         """
         few = x.shape[:-1].numel() <= self._max_rows
-        if not (decoding and few) or self._wants_gradient(x) or self._decode is None:
+        if (
+            not ((decoding or self._is_narrow) and few)
+            or self._wants_gradient(x)
+            or self._decode is None
+        ):
             return None
         return self._decode.unembed(x)
 
@@ -146,8 +153,8 @@ class CompiledStep:
         return any(module._forward_hooks or module._forward_pre_hooks for module in self._modules)
 
     def _is_decoding(self, x: Tensor, cache: KVCache | None) -> bool:
-        cached = cache is not None and cache.length > 0
-        return cached and x.shape[:-1].numel() <= self._max_rows
+        few = x.shape[:-1].numel() <= self._max_rows
+        return few and cache is not None and (cache.length > 0 or self._is_narrow)
 
     @cached_property
     def _decode(self) -> DecodeStep | None:

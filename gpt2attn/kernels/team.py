@@ -1,12 +1,14 @@
 """A team of threads that run one compiled function together, and the barrier they meet at.
 
-The threads are those of torch's own OpenMP pool, wherever it can be called (`find_pool`). Two pools
-would be in each other's way: after each operation torch's threads stay awake for some ten
-milliseconds, on cores that the other pool's then have to share. In one pool the next call finds
-them awake, which takes 2 microseconds where waking a thread takes 50.
+Between torch's operations they are the threads of torch's own OpenMP pool, wherever it can be called
+(`find_pool`). Two pools would be in each other's way: after each operation torch's threads stay
+awake for some ten milliseconds, on cores that the other pool's then have to share. In one pool the
+next call finds them awake, which takes 2 microseconds where waking a thread takes 50.
 
-Where torch has another pool, and in a child after a fork, which keeps no threads, Python threads do
-the same: a compiled function gives up the interpreter lock, so they run at the same time.
+While decoding, where little of torch runs, they are Python threads, which sleep until they are
+called: awake, they slow down what the caller does alone between two tokens, by more than waking
+them takes. So they are where torch has another pool, and in a child after a fork. A compiled
+function gives up the interpreter lock, so they run at the same time.
 """
 
 from __future__ import annotations
@@ -208,11 +210,11 @@ def find_pool() -> tuple[int, int, int] | None:
 
 
 class Team:
-    """Up to `n_threads` threads, the caller's among them."""
+    """Up to `n_threads` threads, the caller's among them: torch's (`in_pool`) or its own."""
 
-    def __init__(self, n_threads: int) -> None:
+    def __init__(self, n_threads: int, *, in_pool: bool) -> None:
         self.n_threads = n_threads
-        self._pool = None if is_forked() else find_pool()
+        self._pool = find_pool() if in_pool and not is_forked() else None
         self._begin()
 
     def _begin(self) -> None:
