@@ -75,7 +75,7 @@ class CompiledStep:
         self._config, self._blocks, self._table = model.config, list(model.h), model.table
         self._parameters = list(model.parameters())
         self._modules = [module for block in model.h for module in block.modules()]
-        # torch would widen all weights for each pass: with narrow ones a short prompt is compiled, too.
+        # torch would widen all weights for each pass, so that short prompts are compiled, too.
         self._is_narrow = model.table.weight.dtype != torch.float32
         self._max_rows = MAX_ROWS_WIDENED if self._is_narrow else MAX_ROWS
 

@@ -1,7 +1,7 @@
 """A team of threads that run one compiled function together, and the barrier they meet at.
 
-Between torch's operations they are the threads of torch's own OpenMP pool, wherever it can be called
-(`find_pool`). Two pools would be in each other's way: after each operation torch's threads stay
+Between torch's operations they are the threads of torch's own OpenMP pool, wherever it can be
+called (`find_pool`). Two pools would be in each other's way: after each operation torch's threads stay
 awake for some ten milliseconds, on cores that the other pool's then have to share. In one pool the
 next call finds them awake, which takes 2 microseconds where waking a thread takes 50.
 
