@@ -1,9 +1,9 @@
 """A team of threads that run one compiled function together, and the barrier they meet at.
 
 Between torch's operations they are the threads of torch's own OpenMP pool, wherever it can be
-called (`find_pool`). Two pools would be in each other's way: after each operation torch's threads stay
-awake for some ten milliseconds, on cores that the other pool's then have to share. In one pool the
-next call finds them awake, which takes 2 microseconds where waking a thread takes 50.
+called (`find_pool`). Two pools would be in each other's way: after each operation torch's threads
+stay awake for some ten milliseconds, on cores that the other pool's then have to share. In one pool
+the next call finds them awake, which takes 2 microseconds where waking a thread takes 50.
 
 While decoding, where little of torch runs, they are Python threads, which sleep until they are
 called: awake, they slow down what the caller does alone between two tokens, by more than waking
