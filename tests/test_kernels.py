@@ -352,28 +352,27 @@ def double(x):
             assert later.double(21) == 42
             assert sum(later.double.stats.cache_hits.values()) == 1
 
+    def runs_and_keeps_nothing(self, folder):
+        path = folder / "compiled_here.py"
+        path.write_text(self.SOURCE)
+        module = self.new_module(path)
+        assert module.double(21) == 42
+        assert not module.is_kept(module.double)
+
     @pytest.mark.parametrize("error", [OSError(errno.ENOSPC, "full"), PermissionError()])
     def test_neither_does_a_disk_that_takes_nothing(self, tmp_path, monkeypatch, error):
         def refuse(*_):
             raise error
 
-        path = tmp_path / "compiled_here.py"
-        path.write_text(self.SOURCE)
         monkeypatch.setattr(IndexDataCacheFile, "save", refuse)
-        module = self.new_module(path)
-        assert module.double(21) == 42
-        assert not module.is_kept(module.double)
+        self.runs_and_keeps_nothing(tmp_path)
 
     def test_nor_a_machine_without_a_folder(self, tmp_path, monkeypatch):
         def nowhere(_):
             raise RuntimeError("cannot cache function: no locator available")
 
-        path = tmp_path / "compiled_here.py"
-        path.write_text(self.SOURCE)
         monkeypatch.setattr(compiling, "_Cache", nowhere)
-        module = self.new_module(path)
-        assert module.double(21) == 42
-        assert not module.is_kept(module.double)
+        self.runs_and_keeps_nothing(tmp_path)
 
 
 class TestFormats:

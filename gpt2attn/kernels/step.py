@@ -191,8 +191,8 @@ def unfit(model: GPT2) -> str:
         return "it needs a POSIX system"
     if os.environ.get("NUMBA_DISABLE_JIT", "0") != "0":
         return "Numba is told not to compile"
-    matrices = [model.table.weight, model.table.scale]
-    weights = [w for block in model.h for w in (*_block_weights(block), *matrices)]
+    weights = [w for block in model.h for w in _block_weights(block)]
+    weights += [model.table.weight, model.table.scale]
     if not all(weight.is_contiguous() for weight in weights if weight is not None):
         return "the weights are not contiguous"
     if model.config.activation_function not in TANH_GELUS:
