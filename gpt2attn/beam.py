@@ -166,9 +166,9 @@ def _continuations(
         processed = torch.stack(rows)
     totals = processed + torch.tensor([[path.total] for path in paths], dtype=torch.float64)
     totals, logprobs = totals.flatten(), logprobs.flatten()
-    best = largest(totals, width)
-    if totals[best[0]].isnan():
+    if totals.max().isnan():
         raise ValueError(NO_TOKEN)
+    best = largest(totals, width)
     best = best[totals[best] > -torch.inf]
     continuations = []
     for place, total, logprob in zip(

@@ -27,7 +27,15 @@ from torch import Tensor
 from .cache import KVCache
 from .lookup import Lookup
 from .model import GPT2, Observer, as_ids
-from .sampling import Sampling, choose, generator_for, largest, log_total, new_seed
+from .sampling import (
+    Sampling,
+    as_float64,
+    choose,
+    generator_for,
+    largest,
+    log_total,
+    new_seed,
+)
 
 DEFAULT_MAX_NEW_TOKENS = 60
 
@@ -409,6 +417,7 @@ class _GuessedBatch(_Batch):
 
 
 def _advance(row: Row, logits: Tensor, stop_ids: frozenset[int]) -> None:
+    logits = as_float64(logits)  # once for all that passes over them
     id = choose(
         logits,
         row.sampling,
@@ -425,7 +434,7 @@ def _advance(row: Row, logits: Tensor, stop_ids: frozenset[int]) -> None:
     row.logprobs.append(float(logits[id]) - total)
     if row.n_top:
         likeliest = largest(logits, row.n_top)
-        logprobs = (logits[likeliest].double() - total).tolist()
+        logprobs = (logits[likeliest] - total).tolist()
         row.top.append(list(zip(likeliest.tolist(), logprobs, strict=True)))
 
 

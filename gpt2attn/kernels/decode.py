@@ -539,7 +539,7 @@ class DecodeStep:
 
     def is_outdated(self) -> bool:
         """Whether a weight's memory is not where it was."""
-        return [w.data_ptr() for w in self._tensors] != self._places
+        return list(map(Tensor.data_ptr, self._tensors)) != self._places
 
     @property
     def is_kept(self) -> bool:

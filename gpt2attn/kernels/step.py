@@ -74,7 +74,8 @@ class CompiledStep:
         self.n_threads = torch.get_num_threads()
         self._config, self._blocks, self._table = model.config, list(model.h), model.table
         self._parameters = list(model.parameters())
-        self._modules = [module for block in model.h for module in block.modules()]
+        modules = [module for block in model.h for module in block.modules()]
+        self._hooks = [hooks for m in modules for hooks in (m._forward_hooks, m._forward_pre_hooks)]
         # torch would widen all weights for each pass, so that short prompts are compiled, too.
         self._is_narrow = model.table.weight.dtype != torch.float32
         self._max_rows = MAX_ROWS_WIDENED if self._is_narrow else MAX_ROWS
@@ -106,7 +107,7 @@ class CompiledStep:
         That is a few tokens after cached ones that nobody observes, or many tokens, with narrow
         weights any; and no gradient is wanted, and no hook waits in a block.
         """
-        if x.dtype != torch.float32 or self._wants_gradient(x) or self._has_hooks():
+        if x.dtype != torch.float32 or self._wants_gradient(x) or any(self._hooks):
             return False
         if self._is_decoding(x, cache) and observe is None:
             if self._decode is not None and self._decode.is_outdated():
@@ -148,9 +149,6 @@ class CompiledStep:
     def _wants_gradient(self, x: Tensor) -> bool:
         wanted = (x, *self._parameters)
         return torch.is_grad_enabled() and any(tensor.requires_grad for tensor in wanted)
-
-    def _has_hooks(self) -> bool:
-        return any(module._forward_hooks or module._forward_pre_hooks for module in self._modules)
 
     def _is_decoding(self, x: Tensor, cache: KVCache | None) -> bool:
         few = x.shape[:-1].numel() <= self._max_rows
