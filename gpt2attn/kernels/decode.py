@@ -30,7 +30,9 @@ from .simd import (
     load_one,
     multiply_add,
     prefetch,
+    size_of,
     splat,
+    splat_eight,
     stay_apart,
     store,
     store_one,
@@ -71,7 +73,7 @@ class Matrix(NamedTuple):
 def _multiply(x, x_low, matrix, low, high, like, out):  # type: ignore[no-untyped-def]
     """out (rows, width) = columns of x from x_low on times the rows low to high of the matrix."""
     stay_apart()
-    rows, step = x.shape[0], matrix.width * like.itemsize
+    rows, step = x.shape[0], matrix.width * size_of(like)
     _fill(out, matrix.width, ZERO)
     whole = low + (high - low) // ROWS_AT_ONCE * ROWS_AT_ONCE
     vectors = matrix.width // LANES * LANES
@@ -81,7 +83,7 @@ def _multiply(x, x_low, matrix, low, high, like, out):  # type: ignore[no-untype
         n = min(tile, vectors - left)
         for i in range(low, whole, ROWS_AT_ONCE):
             numbers = x.ctypes.data + 4 * (x_low + i - low)
-            weights = matrix.at + i * step + left * like.itemsize
+            weights = matrix.at + i * step + left * size_of(like)
             scales = matrix.scales + 4 * (i // matrix.group * matrix.width + left)
             sums = out.ctypes.data + 4 * left
             if rows == 1:
@@ -100,29 +102,18 @@ def _add_eight(x, weights, step, scales, n, like, sums):  # type: ignore[no-unty
     The eight rows after them are asked for meanwhile: the hardware's own prefetching does not keep
     up with narrow weights.
     """
-    a, b, c, d = (splat(load_one(x, FLOATS)), splat(load_one(x + 4, FLOATS)),
-                  splat(load_one(x + 8, FLOATS)), splat(load_one(x + 12, FLOATS)))  # fmt: skip
-    e, f, g, h = (splat(load_one(x + 16, FLOATS)), splat(load_one(x + 20, FLOATS)),
-                  splat(load_one(x + 24, FLOATS)), splat(load_one(x + 28, FLOATS)))  # fmt: skip
-    p = weights
-    for j in range(0, 4 * n, 4 * LANES):
-        if j // 4 * like.itemsize % LINE == 0:
-            for line in range(ROWS_AT_ONCE):
-                prefetch(p + (ROWS_AT_ONCE + line) * step)
-        s = multiply_add(a, load(p, like), splat(ZERO))
-        s = multiply_add(b, load(p + step, like), s)
-        s = multiply_add(c, load(p + 2 * step, like), s)
-        s = multiply_add(d, load(p + 3 * step, like), s)
-        s = multiply_add(e, load(p + 4 * step, like), s)
-        s = multiply_add(f, load(p + 5 * step, like), s)
-        s = multiply_add(g, load(p + 6 * step, like), s)
-        s = multiply_add(h, load(p + 7 * step, like), s)
-        q = sums + j
-        if is_scaled(like):
-            store(q, multiply_add(s, load(scales + j, FLOATS), load(q, FLOATS)))
-        else:
-            store(q, add(s, load(q, FLOATS)))
-        p += LANES * like.itemsize
+    numbers, in_line = splat_eight(x), LINE // size_of(like)
+    p, q, k = weights, sums, scales
+    for _ in range(n // in_line):
+        for row in range(ROWS_AT_ONCE):
+            prefetch(p + (ROWS_AT_ONCE + row) * step)
+        for i in range(0, in_line, LANES):
+            eight = load_eight(p + i * size_of(like), step, like)
+            _add_at(q + 4 * i, weigh_eight(numbers, eight), k + 4 * i, like)
+        p, q, k = p + LINE, q + 4 * in_line, k + 4 * in_line
+    for i in range(0, n % in_line, LANES):
+        eight = load_eight(p + i * size_of(like), step, like)
+        _add_at(q + 4 * i, weigh_eight(numbers, eight), k + 4 * i, like)
 
 
 @compiled(inner=True)
@@ -132,9 +123,9 @@ def _add_eight_to_all(x, x_step, rows, weights, step, scales, n, like, sums, sum
     Weights are loaded, and widened, once for all rows; two vectors of them, so that a number of x
     is loaded once for both.
     """
-    p, wide = weights, LANES * like.itemsize
+    p, wide = weights, LANES * size_of(like)
     for j in range(0, 4 * n, 8 * LANES):
-        if j // 4 * like.itemsize % LINE == 0:
+        if j // 4 * size_of(like) % LINE == 0:
             for line in range(ROWS_AT_ONCE):
                 prefetch(p + (ROWS_AT_ONCE + line) * step)
                 prefetch(p + (ROWS_AT_ONCE + line) * step + wide)
@@ -142,7 +133,8 @@ def _add_eight_to_all(x, x_step, rows, weights, step, scales, n, like, sums, sum
         first, second = load_eight(p, step, like), load_eight(p + wide if two else p, step, like)
         k, q = x, sums + j
         for _ in range(rows):
-            s, t = weigh_eight(k, first), weigh_eight(k, second)
+            numbers = splat_eight(k)
+            s, t = weigh_eight(numbers, first), weigh_eight(numbers, second)
             _add_at(q, s, scales + j, like)
             if two:
                 _add_at(q + 4 * LANES, t, scales + j + 4 * LANES, like)
@@ -164,7 +156,7 @@ def _one_by_one(x, x_low, matrix, low, high, first, left, right, like, out):  # 
 
     Row `first` of the matrix goes with column x_low of x.
     """
-    size = like.itemsize
+    size = size_of(like)
     for r in range(x.shape[0]):
         for i in range(low, high):
             number = x[r, x_low + i - first]
@@ -349,7 +341,7 @@ def _attention(qkv, keys, values, head_low, past, mask, scale, weights, mixed): 
 @compiled(inner=True)
 def _unembed(thread, n_threads, shared, x, table_at, table_scales, like, logits):  # type: ignore[no-untyped-def]
     """logits (1, V) = x (1, C) table^T, each thread a range of the vocabulary."""
-    width, size = x.shape[1], like.itemsize
+    width, size = x.shape[1], size_of(like)
     group = GROUP if width % GROUP == 0 else width
     low, high = share(logits.shape[1], np.int64(1), thread, n_threads)
     first = low
@@ -376,7 +368,7 @@ def _unembed_rows(thread, n_threads, shared, x, table_at, table_scales, like, wi
     outlives.
     """
     rows, width = x.shape
-    size = like.itemsize
+    size = size_of(like)
     group = GROUP if width % GROUP == 0 else width
     low, high = share(logits.shape[1], np.int64(1), thread, n_threads)
     copy = widened.ctypes.data + thread * 4 * TOKENS_AT_ONCE * width
@@ -407,11 +399,11 @@ def _widen(weights, step, n, like, copy):  # type: ignore[no-untyped-def]
     for row in range(TOKENS_AT_ONCE):
         p, q = weights + row * step, copy + 4 * n * row
         for i in range(0, n // LANES * LANES, LANES):
-            if i * like.itemsize % LINE == 0:
-                prefetch(p + i * like.itemsize + TOKENS_AT_ONCE * step)
-            store(q + 4 * i, load(p + i * like.itemsize, like))
+            if i * size_of(like) % LINE == 0:
+                prefetch(p + i * size_of(like) + TOKENS_AT_ONCE * step)
+            store(q + 4 * i, load(p + i * size_of(like), like))
         for i in range(n // LANES * LANES, n):
-            store_one(q + 4 * i, load_one(p + i * like.itemsize, like))
+            store_one(q + 4 * i, load_one(p + i * size_of(like), like))
 
 
 @compiled(inner=True)
@@ -420,7 +412,7 @@ def _four_scores(x, rows, step, scales, scales_step, group, n, like):  # type: i
 
     The rows after them are asked for meanwhile.
     """
-    size = like.itemsize
+    size = size_of(like)
     whole = n // SUMMED * SUMMED
     a, b, c, d = splat(ZERO), splat(ZERO), splat(ZERO), splat(ZERO)
     for low in range(0, whole, SUMMED):
@@ -514,7 +506,7 @@ def _rest(x, row, scales, group, n, numbers, like):  # type: ignore[no-untyped-d
     """
     sum_of = ZERO
     for i in range(n // SUMMED * SUMMED, n):
-        weight = load_one(row + i * numbers.itemsize, numbers)
+        weight = load_one(row + i * size_of(numbers), numbers)
         if is_scaled(like):
             weight *= load_one(scales + 4 * (i // group), FLOATS)
         sum_of += load_one(x + 4 * i, FLOATS) * weight

@@ -80,6 +80,16 @@ def _fold(builder, vector, join):  # type: ignore[no-untyped-def]
 
 
 @intrinsic
+def size_of(typingctx, like):  # type: ignore[no-untyped-def]
+    """Bytes of a number in the format of `like`, a constant in compiled code."""
+
+    def generate(context, builder, signature, args):  # type: ignore[no-untyped-def]
+        return ir.Constant(ir.IntType(64), like.dtype.bitwidth // 8)
+
+    return types.int64(like), generate
+
+
+@intrinsic
 def load(typingctx, address, like):  # type: ignore[no-untyped-def]
     """The 16 numbers from `address` on, in the format of `like`."""
 
@@ -124,19 +134,33 @@ def load_eight(typingctx, address, step, like):  # type: ignore[no-untyped-def]
 
 
 @intrinsic
-def weigh_eight(typingctx, numbers, eight):  # type: ignore[no-untyped-def]
-    """The sum of eight vectors, each times one of eight float32 numbers by address, in order."""
+def splat_eight(typingctx, address):  # type: ignore[no-untyped-def]
+    """Eight vectors, of 16 times each of the eight float32 numbers from `address` on."""
 
     def generate(context, builder, signature, args):  # type: ignore[no-untyped-def]
-        sum_of = ir.Constant(_FLOATS, [0.0] * LANES)
-        for row, vector in enumerate(cgutils.unpack_tuple(builder, args[1])):
+        vectors = []
+        for row in range(8):
             at = builder.add(args[0], ir.Constant(args[0].type, 4 * row))
             number = builder.load(builder.inttoptr(at, _FLOAT.as_pointer()), align=4)
-            product = builder.fmul(_splat(builder, number), vector, flags=("contract",))
+            vectors.append(_splat(builder, number))
+        return context.make_tuple(builder, signature.return_type, vectors)
+
+    return types.UniTuple(_vector, 8)(types.int64), generate
+
+
+@intrinsic
+def weigh_eight(typingctx, numbers, eight):  # type: ignore[no-untyped-def]
+    """The sum of eight vectors, each times one of eight others, in order."""
+
+    def generate(context, builder, signature, args):  # type: ignore[no-untyped-def]
+        numbers, eight = (cgutils.unpack_tuple(builder, vectors) for vectors in args)
+        sum_of = ir.Constant(_FLOATS, [0.0] * LANES)
+        for number, vector in zip(numbers, eight, strict=True):
+            product = builder.fmul(number, vector, flags=("contract",))
             sum_of = builder.fadd(product, sum_of, flags=("contract",))
         return sum_of
 
-    return _vector(types.int64, eight), generate
+    return _vector(numbers, eight), generate
 
 
 @intrinsic
@@ -344,15 +368,18 @@ def multiply_tile(  # type: ignore[no-untyped-def]
 
 @intrinsic
 def prefetch(typingctx, address):  # type: ignore[no-untyped-def]
-    """Ask for the cache line at `address`, which need not exist."""
+    """Ask for the cache line at `address`, which need not exist, in the second cache.
+
+    What is asked for in the first one waits for a place there, and reading waits with it.
+    """
 
     def generate(context, builder, signature, args):  # type: ignore[no-untyped-def]
         place = ir.IntType(8).as_pointer()
         function = builder.module.declare_intrinsic(
             "llvm.prefetch", [place], ir.FunctionType(ir.VoidType(), [place, *[_INT32] * 3])
         )
-        to_read_often = [ir.Constant(_INT32, flag) for flag in (0, 3, 1)]
-        builder.call(function, [builder.inttoptr(args[0], place), *to_read_often])
+        to_read = [ir.Constant(_INT32, flag) for flag in (0, 2, 1)]
+        builder.call(function, [builder.inttoptr(args[0], place), *to_read])
         return context.get_dummy_value()
 
     return types.void(types.int64), generate
