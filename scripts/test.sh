@@ -9,4 +9,6 @@ venv=${VENV:-.venv}
 "$venv/bin/ruff" check
 "$venv/bin/ruff" format --check
 "$venv/bin/mypy"
-exec "$venv/bin/python" -m pytest "$@"
+# By two processes, since most tests keep one core busy; threads that wait for work leave the core to the other.
+export OMP_WAIT_POLICY=${OMP_WAIT_POLICY:-passive}
+exec "$venv/bin/python" -m pytest --numprocesses 2 --dist loadscope "$@"
