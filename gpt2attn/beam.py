@@ -111,6 +111,7 @@ def beam_search(
     return ended[:n_best]
 
 
+@torch.no_grad()
 def _steps(
     model: GPT2,
     prompt: list[int],
@@ -125,7 +126,7 @@ def _steps(
     leave fewer.
     """
     cache = KVCache.for_model(model, 1, len(prompt) + n_steps - 1)
-    logits = _last_logits(model, [prompt], cache)
+    logits = model.last_logits([prompt], cache=cache).cpu()
     open_paths = [_Path()]
     for n_new in range(1, n_steps + 1):
         candidates = _continuations(
@@ -137,14 +138,7 @@ def _steps(
         if n_new == n_steps or not open_paths:
             return
         cache = _follow(cache, len(prompt), parents, open_paths)
-        logits = _last_logits(model, [path.ids[-1:] for path in open_paths], cache)
-
-
-@torch.no_grad()
-def _last_logits(model: GPT2, rows: Sequence[Sequence[int]], cache: KVCache) -> Tensor:
-    """(B, V) logits after the last id of each row, on the CPU."""
-    decoding = cache.length > 0
-    return model.unembed(model.hidden(rows, cache=cache)[:, -1], decoding=decoding).cpu()
+        logits = model.last_logits([path.ids[-1:] for path in open_paths], cache=cache).cpu()
 
 
 def _continuations(

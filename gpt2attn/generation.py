@@ -367,19 +367,14 @@ class _Batch:
 
     @torch.no_grad()
     def _last_logits(self, ids: Tensor) -> Tensor:
-        """(B, V) logits after the last of `ids`; only that position is unembedded."""
+        """(B, V) logits after the last of `ids`, on the CPU."""
         assert self._mask is not None
-        decoding = self._cache is not None and self._cache.length > 0
         needless = bool(self._mask.all()) and not (self._cache is not None and self._cache.padded)
-        x = self.model.hidden(
-            ids,
-            cache=self._cache,
-            attention_mask=None if needless else self._mask,
-            observe=self._observe,
+        mask = None if needless else self._mask
+        logits = self.model.last_logits(
+            ids, cache=self._cache, attention_mask=mask, observe=self._observe
         )
-        # (B, C), not (B, 1, C): a strided batch of matrices is another product, slower and rounded
-        # differently.
-        return self.model.unembed(x[:, -1], decoding=decoding).cpu()
+        return logits.cpu()
 
 
 class _GuessedBatch(_Batch):

@@ -198,6 +198,27 @@ class GPT2(nn.Module):
         x = self.hidden(ids, cache=cache, attention_mask=attention_mask, observe=observe, edit=edit)
         return self.unembed(x, decoding=decoding)
 
+    def last_logits(
+        self,
+        ids: Tensor | Sequence[Sequence[int]],
+        *,
+        cache: KVCache | None = None,
+        attention_mask: Tensor | None = None,
+        observe: Observer | None = None,
+    ) -> Tensor:
+        """Logits (B, V) after the last of `ids`, which decide on the next token.
+
+        Arguments are those of `forward`, and so are the numbers with kernels "torch". With "auto"
+        the last block is spared what only earlier positions need.
+        """
+        decoding = cache is not None and cache.length > 0
+        x = self.hidden(
+            ids, cache=cache, attention_mask=attention_mask, observe=observe, last_only=True
+        )
+        # (B, C), not (B, 1, C): a strided batch of matrices is another product, slower and rounded
+        # differently.
+        return self.unembed(x[:, -1], decoding=decoding)
+
     def hidden(
         self,
         ids: Tensor | Sequence[Sequence[int]],
@@ -206,8 +227,12 @@ class GPT2(nn.Module):
         attention_mask: Tensor | None = None,
         observe: Observer | None = None,
         edit: Edit | None = None,
+        last_only: bool = False,
     ) -> Tensor:
-        """The residual stream (B, T, C) after the final LayerNorm; arguments as in `forward`."""
+        """The residual stream (B, T, C) after the final LayerNorm; arguments as in `forward`.
+
+        With `last_only` (B, 1, C), that of the last position.
+        """
         ids = as_ids(ids, self.config.vocab_size).to(self.device)
         B, T = ids.shape
         past = 0 if cache is None else cache.length
@@ -218,7 +243,7 @@ class GPT2(nn.Module):
         x = self.wte(ids) + self.wpe(self._positions(mask, T, past))
         step = self.compiled if edit is None else None
         if step is not None and step.takes(x, cache, observe):
-            x = step.blocks(x, cache, mask, observe)
+            x = step.blocks(x, cache, mask, observe, last_only=last_only)
         else:
             allowed = self._allowed(mask, T, past)
             wanted = getattr(observe, "layers", None)
@@ -227,7 +252,7 @@ class GPT2(nn.Module):
                 x = block(x, cache, allowed, observe if looked_at else None, edit)
         if cache is not None:
             cache.advance(T)
-        return self.ln_f(x)
+        return self.ln_f(x[:, -1:] if last_only else x)
 
     def unembed(self, x: Tensor, *, decoding: bool = False) -> Tensor:
         """Logits (..., V) of (..., C): a product with the embedding table, unless untied.

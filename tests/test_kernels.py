@@ -234,6 +234,29 @@ class TestPrefill:
             assert logits.isfinite().all()
 
     @SIZES
+    @pytest.mark.parametrize("by_torch", [True, False])
+    def test_the_last_logits_alone(self, tmp_path, sizes, by_torch, monkeypatch):
+        monkeypatch.setattr(prefill, "torch_multiplies_faster", lambda: by_torch)
+        torch_model, fast, exact = self.three(self.folder(tmp_path, sizes))
+        ids, mask = random_ids(3, self.N + 9), torch.ones(3, self.N + 9, dtype=torch.long)
+        mask[0, :40] = 0
+        real, tokens = mask.bool(), mask[None, :, None, :, None]
+        for parts in ([self.N, 9], [50, self.N - 41]):
+            chunks = ids.split(parts, dim=1)
+            torchs, torch_cache = run(torch_model, chunks, mask)
+            correct, exact_cache = run(exact, chunks, mask)
+            limit = 2 * float((torchs - correct)[real].abs().max())
+            cache = KVCache.for_model(fast, 3)
+            for chunk in chunks:
+                seen = mask[:, : cache.length + chunk.shape[1]]
+                logits = fast.last_logits(chunk, cache=cache, attention_mask=seen)
+                assert float((logits - correct[:, cache.length - 1]).abs().max()) <= limit
+            for name in ("keys", "values"):
+                caches = (cache, torch_cache, exact_cache)
+                n = cache.length
+                self.assert_as_exact(*(getattr(c, name)[:, :, :, :n] * tokens for c in caches))
+
+    @SIZES
     def test_what_an_observer_sees(self, tmp_path, sizes):
         models = self.three(self.folder(tmp_path, sizes))
         self.without_torch(models[1])

@@ -293,6 +293,21 @@ def test_hidden_and_unembed_are_the_two_halves(model):
     assert torch.equal(model.unembed(model.hidden(ids)), model(ids))
 
 
+def test_the_last_logits_are_those_of_the_whole_pass(model):
+    ids, mask = random_ids(3, 9), torch.ones(3, 9, dtype=torch.long)
+    mask[1, :4] = 0
+    expected = model.unembed(model.hidden(ids, attention_mask=mask)[:, -1])
+    cache, seen = KVCache.for_model(model, 3), []
+    model.last_logits(ids[:, :5], cache=cache, attention_mask=mask[:, :5])
+    for options in ({}, {"observe": lambda *steps: seen.append(steps)}):
+        logits = model.last_logits(ids, attention_mask=mask, **options)
+        torch.testing.assert_close(logits, expected, rtol=0, atol=0 if not options else 1e-4)
+    logits = model.last_logits(ids[:, 5:], cache=cache, attention_mask=mask)
+    torch.testing.assert_close(logits, expected, rtol=0, atol=1e-4)
+    assert (len(seen), cache.length) == (model.config.n_layer, 9)
+    assert torch.equal(model.hidden(ids, last_only=True), model.hidden(ids)[:, -1:])
+
+
 def test_names_are_the_checkpoint_names(tiny_folder, model):
     theirs = {name.removeprefix("transformer.") for name in reference(tiny_folder).state_dict()}
     assert set(model.state_dict()) == theirs - {"lm_head.weight"}

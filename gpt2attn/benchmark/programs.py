@@ -188,8 +188,7 @@ class Ours(Engine):
         from ..cache import KVCache
 
         cache = KVCache.for_model(self.model, 1, len(ids))
-        x = self.model.hidden([ids], cache=cache)
-        return self.model.unembed(x[:, -1])[0].float().numpy()
+        return self.model.last_logits([ids], cache=cache)[0].float().numpy()
 
     def maps(self, ids: Ids) -> object:
         from ..capture import attention_maps

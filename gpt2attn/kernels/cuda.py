@@ -50,6 +50,8 @@ class GraphStep:
         cache: KVCache | None,
         mask: Tensor | None,
         observe: Observer | None = None,
+        *,
+        last_only: bool = False,
     ) -> Tensor:
         """All blocks for one new token `x` (B, 1, C); stores its keys and values in `cache`.
 

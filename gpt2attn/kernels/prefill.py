@@ -141,11 +141,13 @@ def _add_and_gelu(thread, n_threads, shared, x, bias):  # type: ignore[no-untype
 
 @compiled(inner=True)
 def _attend(
-    thread, n_threads, shared, qkv, bias, keys, values, past, mask, scale, turned, room, maps, out
+    thread, n_threads, shared,
+    qkv, bias, keys, values, past, mask, scale, begin, turned, room, maps, out,
 ):  # fmt: skip  # type: ignore[no-untyped-def]
     """Attention of all heads for qkv (B * T, 3 C), its rows ordered by text, to out (B * T, C).
 
-    New keys and values are stored in `keys` and `values` (B, H, max_len, D). `mask` (B, keys or 0);
+    New keys and values are stored in `keys` and `values` (B, H, max_len, D). Only queries from
+    `begin` on, counted in each text's new tokens, are computed. `mask` (B, keys or 0);
     `maps` (B, H, T, keys), which gets the weights, or empty. `turned` (B * H, blocks, D, 32) is
     room for the keys, 32 at a time with the axes exchanged, `room` (n_threads, 8, row) for eight
     rows of scores and of two heads' widths after them.
@@ -164,13 +166,13 @@ def _attend(
     n_parts = (n_new + QUERIES_TAKEN - 1) // QUERIES_TAKEN
     while True:
         taken = take_one(shared)
-        if taken >= n_units * n_parts:
+        if taken >= n_units * (n_parts - begin // QUERIES_TAKEN):
             break
         part, unit = n_parts - 1 - taken // n_units, taken % n_units
         text, head = unit // n_head, unit % n_head
         rows, mixed = qkv[text * n_new : (text + 1) * n_new], out[text * n_new : (text + 1) * n_new]
         end = min((part + 1) * QUERIES_TAKEN, n_new)
-        for first in range(part * QUERIES_TAKEN, end, ROWS):
+        for first in range(max(part * QUERIES_TAKEN, begin), end, ROWS):
             last = min(first + ROWS, end)
             _attend_eight(rows, bias, head, first, last, past, mask[text], scale, turned[unit],
                           values[text, head], room[thread], mixed)  # fmt: skip
@@ -276,13 +278,21 @@ class Prefill:
         self._kernels = _Kernels(*map(Kernel, functions))
 
     def blocks(
-        self, x: Tensor, cache: KVCache | None, mask: Tensor | None, observe: Observer | None
+        self,
+        x: Tensor,
+        cache: KVCache | None,
+        mask: Tensor | None,
+        observe: Observer | None,
+        *,
+        last_only: bool,
     ) -> Tensor:
-        """As `CompiledStep.blocks`."""
+        """As `CompiledStep.blocks`; (B, 1, C) if `last_only` and nobody observes."""
         run = _Pass(self._team, self._kernels, x, cache, mask, observe)
         wanted = getattr(observe, "layers", None)
         for layer, block in enumerate(self._blocks):
-            run.attention(block, observe is not None and (wanted is None or layer in wanted))
+            last = last_only and observe is None and layer == len(self._blocks) - 1
+            looked_at = observe is not None and (wanted is None or layer in wanted)
+            run.attention(block, looked_at=looked_at, last_only=last)
             run.mlp(block)
         return run.end()
 
@@ -305,7 +315,7 @@ class _Pass:
     ) -> None:
         self._team, self._kernels = team, kernels
         self._cache, self._mask, self._observe = cache, mask, observe
-        self._shape = x.shape
+        self._shape: tuple[int, ...] = x.shape
         self._past = 0 if cache is None else cache.length
         self._x = x.reshape(-1, x.shape[2]).clone()
         self._h = self._x.new_empty(len(self._x), _apart(x.shape[2]))
@@ -314,8 +324,8 @@ class _Pass:
         self._wide = self._x.new_empty(0)
         self._panels = self._x.new_empty(2, 0)
 
-    def attention(self, block: Block, looked_at: bool) -> None:
-        """x += attention of LayerNorm of x."""
+    def attention(self, block: Block, *, looked_at: bool, last_only: bool) -> None:
+        """x += attention of LayerNorm of x; of each text's last token only, if that is enough."""
         attn, (B, T, C) = block.attn, self._shape
         S, size = self._past + T, attn.head_dim
         self._norm(block.ln_1)
@@ -337,11 +347,16 @@ class _Pass:
         self._team.run(
             self._kernels.attend, _numpy(qkv), _numpy(bias), _numpy(keys), _numpy(values),
             self._past, mask_of(self._mask, B),
-            f32(attn.scale), _numpy(turned), _numpy(scores),
+            f32(attn.scale), T - 1 if last_only else 0, _numpy(turned), _numpy(scores),
             NO_MAPS if maps is None else _numpy(maps), _numpy(mixed),
         )  # fmt: skip
         if maps is not None:
             self._show(block, qkv, keys[:, :, :S], values[:, :, :S], maps, mixed)
+        if last_only:
+            last = slice(T - 1, None, T)
+            self._shape = (B, 1, C)
+            self._x, mixed = self._x[last].clone(), mixed[last].clone()
+            self._h, self._more = torch.empty_like(mixed), torch.empty_like(self._x)
         self._multiply(mixed, attn.c_proj, self._more)
         self._more_bias = attn.c_proj.bias
 
@@ -356,7 +371,7 @@ class _Pass:
         self._more_bias = block.mlp.c_proj.bias
 
     def end(self) -> Tensor:
-        """The residual stream (B, T, C)."""
+        """The residual stream (B, T or 1, C)."""
         assert self._more_bias is not None
         return self._x.add_(self._more).add_(self._more_bias).view(self._shape)
 

@@ -118,19 +118,25 @@ class CompiledStep:
         return many and self._prefill is not None
 
     def blocks(
-        self, x: Tensor, cache: KVCache | None, mask: Tensor | None, observe: Observer | None
+        self,
+        x: Tensor,
+        cache: KVCache | None,
+        mask: Tensor | None,
+        observe: Observer | None,
+        *,
+        last_only: bool,
     ) -> Tensor:
         """All blocks for new tokens `x` (B, T, C); stores their keys and values in `cache`.
 
-        `mask` (B, cached + T) is False at padding. Does not advance the cache, which the model
-        does.
+        `mask` (B, cached + T) is False at padding. `last_only` says that the last position of the
+        outcome is enough. Does not advance the cache, which the model does.
         """
         if self._is_decoding(x, cache) and observe is None:
             assert self._decode is not None
             assert cache is not None
             return self._decode.blocks(x, cache, mask)
         assert self._prefill is not None
-        return self._prefill.blocks(x, cache, mask, observe)
+        return self._prefill.blocks(x, cache, mask, observe, last_only=last_only)
 
     def unembed(self, x: Tensor, *, decoding: bool) -> Tensor | None:
         """Logits (..., V) of `x` (..., C), or None where torch computes them.

@@ -164,11 +164,10 @@ def in_parts(model: GPT2, case: Case, sizes: Sequence[int], *, last_only: bool =
     parts = []
     for ids in case.ids.split(list(sizes), dim=1):
         mask = None if case.mask is None else case.mask[:, : cache.length + ids.shape[1]]
-        decoding = cache.length > 0
-        x = model.hidden(ids, cache=cache, attention_mask=mask)
-        # As generation does: (B, C), not (B, 1, C), which is another product.
-        logits = model.unembed(x[:, -1] if last_only else x, decoding=decoding)
-        parts.append(logits[:, None] if last_only else logits)
+        if last_only:
+            parts.append(model.last_logits(ids, cache=cache, attention_mask=mask)[:, None])
+        else:
+            parts.append(model(ids, cache=cache, attention_mask=mask))
     return torch.cat(parts, dim=1)
 
 
