@@ -290,7 +290,9 @@ class TestPrefill:
         assert torch.equal(maps[0][:, 1, :, :, :20], torch.zeros_like(maps[0][:, 1, :, :, :20]))
 
     @pytest.mark.parametrize("dtype", STORED)
-    def test_narrow_weights(self, tmp_path, dtype):
+    @pytest.mark.parametrize("by_torch", [True, False])
+    def test_narrow_weights(self, tmp_path, dtype, by_torch, monkeypatch):
+        monkeypatch.setattr(prefill, "torch_multiplies_faster", lambda: by_torch)
         folder = self.folder(tmp_path)
         expected = TestFormats.widened(folder, dtype)
         fast = self.without_torch(load_model(folder, kernels="auto", dtype=dtype))

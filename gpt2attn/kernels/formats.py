@@ -49,13 +49,15 @@ def quantize(weight: Tensor, input_dim: int) -> tuple[Tensor, Tensor]:
     return stored, scales
 
 
-def widen(weight: Tensor, scale: Tensor | None, input_dim: int) -> Tensor:
-    """The float32 weights that stored ones stand for."""
-    wide = weight.float()
-    if scale is None:
-        return wide
-    groups = wide.unflatten(input_dim, (scale.shape[input_dim], -1))
-    return (groups * scale.unsqueeze(input_dim + 1)).flatten(input_dim, input_dim + 1)
+def widen(
+    weight: Tensor, scale: Tensor | None, input_dim: int, out: Tensor | None = None
+) -> Tensor:
+    """The float32 weights that stored ones stand for; `out` is memory for them."""
+    wide = weight.float() if out is None else out.copy_(weight)
+    if scale is not None:
+        groups = wide.unflatten(input_dim, (scale.shape[input_dim], -1))
+        groups *= scale.unsqueeze(input_dim + 1)
+    return wide
 
 
 def store_weights(model: GPT2, dtype: torch.dtype) -> None:

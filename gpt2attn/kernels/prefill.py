@@ -1,15 +1,17 @@
 """A pass over many tokens in compiled code: products in blocks, and what is between them.
 
-A product copies some rows of the weights to panels of 32 columns, as float32 whatever format they
-are stored in, and goes with each panel over all rows of x while the first cache holds it; the sums
-of eight rows stay in registers. Biases, residuals and LayerNorm, the GELU and a head's attention
-are one visit to memory each, in memory that all layers share. Attention looks at the keys up to a
-query and no further, eight queries at a time, whose scores stay in the first cache; the weights are
-written out only where somebody looks at them.
+A product is torch's where that is the faster one. Elsewhere it copies some rows of the weights to
+panels of 32 columns, as float32 whatever format they are stored in, and goes with each panel over
+all rows of x while the first cache holds it; the sums of eight rows stay in registers. Biases,
+residuals and LayerNorm, the GELU and a head's attention are one visit to memory each, in memory
+that all layers share. Attention looks at the keys up to a query and no further, eight queries at a
+time, whose scores stay in the first cache; the weights are written out only where somebody looks at
+them.
 """
 
 from __future__ import annotations
 
+import math
 import platform
 from collections.abc import Sequence
 from functools import cache
@@ -23,6 +25,7 @@ from torch import Tensor, nn
 from ..attention import AttentionSteps, allowed_keys
 from .compiling import compiled
 from .decode import Matrix, mask_of
+from .formats import widen
 from .linear import Linear
 from .rows import FLOATS, ZERO, f32, gelu, layer_norm, share, softmax, vector
 from .simd import (
@@ -322,7 +325,7 @@ class _Pass:
         self._more = torch.empty_like(self._x)
         self._more_bias: Tensor | None = None
         self._wide = self._x.new_empty(0)
-        self._panels = self._x.new_empty(2, 0)
+        self._weights = self._x.new_empty(0)
 
     def attention(self, block: Block, *, looked_at: bool, last_only: bool) -> None:
         """x += attention of LayerNorm of x; of each text's last token only, if that is enough."""
@@ -388,15 +391,16 @@ class _Pass:
     def _multiply(self, x: Tensor, layer: Linear, out: Tensor) -> None:
         """out (rows, at least width) = x (rows, at least n_in) times the layer's matrix."""
         n_in, width = layer.weight.shape
-        is_float32 = layer.weight.dtype == torch.float32
-        if width % COLUMNS or (is_float32 and torch_multiplies_faster()):
-            torch.mm(x[:, :n_in], layer.matrix, out=out[:, :width])
+        if width % COLUMNS or torch_multiplies_faster():
+            matrix: Tensor = layer.weight
+            if layer.is_stored:
+                matrix = widen(matrix, layer.scale, 0, self._room_for_weights(n_in, width))
+            torch.mm(x[:, :n_in], matrix, out=out[:, :width])
             return
-        if self._panels.shape[1] < DEPTH * width:
-            self._panels = self._x.new_empty(2, DEPTH * width)
+        panels = self._room_for_weights(2, DEPTH * width)
         self._team.run(
             self._kernels.multiply, _numpy(x), Matrix.of(layer.weight, layer.scale),
-            FORMATS[layer.weight.dtype], _numpy(self._panels), _numpy(out),
+            FORMATS[layer.weight.dtype], _numpy(panels), _numpy(out),
         )  # fmt: skip
 
     def _show(
@@ -421,6 +425,13 @@ class _Pass:
         if self._wide.numel() < rows * width:
             self._wide = self._x.new_empty(rows * width)
         return self._wide[: rows * width].view(rows, width)
+
+    def _room_for_weights(self, *shape: int) -> Tensor:
+        """Memory that all products use in turn."""
+        n = math.prod(shape)
+        if self._weights.numel() < n:
+            self._weights = self._x.new_empty(n)
+        return self._weights[:n].view(shape)
 
     def _keys_and_values(self, layer: int, n_head: int, size: int) -> tuple[Tensor, Tensor]:
         """Where the keys and values (B, H, places, D) of a layer are kept."""
