@@ -49,6 +49,7 @@ if TYPE_CHECKING:
 
 LINE = 64  # bytes of a cache line
 SUMS_IN_L1 = 4096  # floats
+PAGE = 4096  # bytes, at whose end the hardware's own prefetching stops
 TOKENS_AT_ONCE = 4  # of the vocabulary
 SUMMED = 4 * LANES  # products of a row that are summed at a time, no more than a group
 
@@ -221,6 +222,8 @@ def _mix(weights, values, n_keys, width, out):  # type: ignore[no-untyped-def]
         s, t, u, v = splat(ZERO), splat(ZERO), splat(ZERO), splat(ZERO)
         p = values + 4 * low
         for key in range(n_keys):
+            for i in range(0, 256, LINE):
+                prefetch(p + PAGE + i)
             w = splat(load_one(weights + 4 * key, FLOATS))
             s = multiply_add(load(p, FLOATS), w, s)
             t = multiply_add(load(p + 64, FLOATS), w, t)
@@ -333,6 +336,8 @@ def _attention(qkv, keys, values, head_low, past, mask, scale, weights, mixed): 
                 store_one(k + new + i, load_one(q + part + i, FLOATS))
                 store_one(v + new + i, load_one(q + 2 * part + i, FLOATS))
             for s in range(end):
+                for i in range(0, 4 * size, LINE):
+                    prefetch(k + 4 * size * s + PAGE + i)
                 weights[s] = _dot(q, k + 4 * size * s, size) * scale
             softmax(weights, end, mask[text])
             _mix(weights.ctypes.data, v, end, size, mixed.ctypes.data + 4 * (row * own + low))
