@@ -243,16 +243,17 @@ class GPT2(nn.Module):
         x = self.wte(ids) + self.wpe(self._positions(mask, T, past))
         step = self.compiled if edit is None else None
         if step is not None and step.takes(x, cache, observe):
-            x = step.blocks(x, cache, mask, observe, last_only=last_only)
+            x = step.hidden(x, cache, mask, observe, last_only=last_only)
         else:
             allowed = self._allowed(mask, T, past)
             wanted = getattr(observe, "layers", None)
             for layer, block in enumerate(self.h):
                 looked_at = observe is not None and (wanted is None or layer in wanted)
                 x = block(x, cache, allowed, observe if looked_at else None, edit)
+            x = self.ln_f(x[:, -1:] if last_only else x)
         if cache is not None:
             cache.advance(T)
-        return self.ln_f(x[:, -1:] if last_only else x)
+        return x[:, -1:] if last_only else x
 
     def unembed(self, x: Tensor, *, decoding: bool = False) -> Tensor:
         """Logits (..., V) of (..., C): a product with the embedding table, unless untied.

@@ -138,7 +138,7 @@ def test_the_same_greedy_text_in_a_batch_and_alone(tmp_path):
 )
 def test_who_looks_or_edits_gets_torchs_products(tiny_folder, arguments):
     torch_model, fast = both(tiny_folder)
-    fast.compiled.blocks = None  # a call would raise
+    fast.compiled.hidden = None  # a call would raise
     ids = random_ids(1, 6)
     results = [
         model.hidden(ids, cache=KVCache.for_model(model), **arguments)
@@ -149,7 +149,7 @@ def test_who_looks_or_edits_gets_torchs_products(tiny_folder, arguments):
 
 def test_larger_passes_and_first_ones_run_on_torch(tiny_folder):
     torch_model, fast = both(tiny_folder)
-    fast.compiled.blocks = None  # a call would raise
+    fast.compiled.hidden = None  # a call would raise
     ids = random_ids(2, MAX_ROWS // 2 + 1)
     results = [model(ids, cache=KVCache.for_model(model, 2)) for model in (torch_model, fast)]
     torch.testing.assert_close(*results, **CLOSE)
@@ -317,7 +317,7 @@ class TestPrefill:
     def test_a_large_batch_of_single_tokens_is_left_to_torch(self, tmp_path):
         torch_model, fast = both(self.folder(tmp_path))
         chunks = random_ids(MIN_PREFILL, 4).split([3, 1], dim=1)
-        fast.compiled.blocks = None  # a call would raise
+        fast.compiled.hidden = None  # a call would raise
         torch.testing.assert_close(run(fast, chunks)[0], run(torch_model, chunks)[0], **CLOSE)
 
     @pytest.mark.parametrize("number", [torch.nan, torch.inf, 1e30])
@@ -543,6 +543,7 @@ class TestOtherMemory:
             for block in model.h:
                 block.mlp.c_fc.weight.data = block.mlp.c_fc.weight.data * 0.5
             model.wte.weight.data = model.wte.weight.data * 2
+            model.ln_f.bias.data = model.ln_f.bias.data + 1
         torch.testing.assert_close(run(fast, chunks)[0], run(torch_model, chunks)[0], **CLOSE)
 
     def test_other_weights_are_seen(self, tmp_path):
@@ -571,10 +572,13 @@ class TestOtherMemory:
 
     def test_hooks_are_called(self, tmp_path):
         _, fast = both(TestPrefill.folder(tmp_path))
-        calls = []
-        fast.h[1].mlp.register_forward_hook(lambda *_: calls.append(1))
-        run(fast, random_ids(1, 152).split([150, 1, 1], dim=1))
-        assert len(calls) == 3
+        for module in (fast.h[1].mlp, fast.ln_f):
+            calls = []
+            hook = module.register_forward_hook(lambda *_, calls=calls: calls.append(1))
+            run(fast, random_ids(1, 152).split([150, 1, 1], dim=1))
+            hook.remove()
+            run(fast, random_ids(1, 152).split([150, 1, 1], dim=1))
+            assert len(calls) == 3
 
 
 class TestThreads:

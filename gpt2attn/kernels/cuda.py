@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from weakref import WeakKeyDictionary
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -34,7 +34,7 @@ class GraphStep:
     """
 
     def __init__(self, model: GPT2) -> None:
-        self._blocks = list(model.h)
+        self._blocks, self._norm = list(model.h), model.ln_f
         self._steps: WeakKeyDictionary[KVCache, _CacheStep] = WeakKeyDictionary()
         self._lock = threading.Lock()
 
@@ -44,7 +44,7 @@ class GraphStep:
         return unobserved and x.shape[1] == 1 and not x.requires_grad
 
     @torch.no_grad()
-    def blocks(
+    def hidden(
         self,
         x: Tensor,
         cache: KVCache | None,
@@ -53,15 +53,15 @@ class GraphStep:
         *,
         last_only: bool = False,
     ) -> Tensor:
-        """All blocks for one new token `x` (B, 1, C); stores its keys and values in `cache`.
+        """All blocks and the final LayerNorm for one new token `x` (B, 1, C).
 
-        `mask` (B, cached + 1) is False at padding. Does not advance the cache, which the model
-        does.
+        Stores its keys and values in `cache`, and does not advance it, which the model does.
+        `mask` (B, cached + 1) is False at padding.
         """
         assert cache is not None
         with self._lock:  # a capture in one thread must not meet one in another
             if cache not in self._steps:
-                self._steps[cache] = _CacheStep(self._blocks, cache, x)
+                self._steps[cache] = _CacheStep(self._blocks, self._norm, cache, x)
             return self._steps[cache].run(x, cache.length, mask)
 
     def unembed(self, x: Tensor, *, decoding: bool) -> None:
@@ -75,8 +75,11 @@ class _CacheStep:
     returns all places. Holds the cache's tensors, not the cache, which would never be dropped.
     """
 
-    def __init__(self, blocks: Sequence[Block], cache: KVCache, x: Tensor) -> None:
-        self._blocks, self._keys, self._values = blocks, cache.keys, cache.values
+    def __init__(
+        self, blocks: Sequence[Block], norm: nn.LayerNorm, cache: KVCache, x: Tensor
+    ) -> None:
+        self._blocks, self._norm = blocks, norm
+        self._keys, self._values = cache.keys, cache.values
         # Memory as it was found may hold NaN, which no weight of zero takes away.
         self._keys[:, :, :, cache.length :].zero_()
         self._values[:, :, :, cache.length :].zero_()
@@ -116,4 +119,4 @@ class _CacheStep:
         x = self._x
         for block in self._blocks:
             x = block(x, self, self._allowed, None, None)
-        return x
+        return self._norm(x)

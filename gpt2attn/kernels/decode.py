@@ -1,12 +1,12 @@
-"""A decode step in one compiled function: all blocks for a few new tokens, every weight read once.
+"""A decode step in compiled code: all blocks for a few new tokens, and the unembedding.
 
-Decoding reads all weights for each token, so its limit is the bandwidth of memory. This step reads
-the checkpoint's own matrices in place. Each thread takes its own range of rows of each matrix,
-which lies in one piece in memory, and adds up its share of all outputs; after a barrier each thread
-sums the shares of the outputs that it goes on with: the queries, keys and values of its heads, the
-MLP units that are its rows of the next matrix, and the residual stream, which each keeps for
-itself. That makes four barriers a block. Arithmetic is float32. A row's sums are taken in one order
-whatever the number of rows, so a token gets the same logits alone and beside others.
+Decoding reads all weights for each token, once, so its limit is the bandwidth of memory. This step
+reads the checkpoint's own matrices in place. Each thread takes its own range of rows of each
+matrix, which lies in one piece in memory, and adds up its share of all outputs; after a barrier
+each thread sums the shares of the outputs that it goes on with: the queries, keys and values of its
+heads, the MLP units that are its rows of the next matrix, and the residual stream, which each keeps
+for itself. That makes four barriers a block. Arithmetic is float32. A row's sums are taken in one
+order whatever the number of rows, so a token gets the same logits alone and beside others.
 """
 
 from __future__ import annotations
@@ -252,9 +252,10 @@ ATTN, PROJ, FC, DOWN = range(8, 16, 2)
 @compiled(inner=True)
 def _blocks(
     thread, n_threads, shared,
-    x_in, addresses, like, scales, keys, values, past, mask, epsilon, inner, wide, narrow, x_out,
+    x_in, addresses, norm, like, scales, keys, values, past, mask, epsilon, inner, wide, narrow,
+    x_out,
 ):  # fmt: skip  # type: ignore[no-untyped-def]
-    """All blocks for x_in (B * T, C), its rows ordered by text.
+    """All blocks and the final LayerNorm (2, C) for x_in (B * T, C), its rows ordered by text.
 
     `keys` and `values` are the cache's (layer, B, H, max_len, D), `mask` (B, keys or 0). `wide`
     (n_threads, B * T, at least 3 C and inner) and `narrow` (n_threads, B * T, at least C) are where
@@ -310,7 +311,7 @@ def _blocks(
         _sum_shares(narrow, n_threads, zero, width, vector(at[DOWN_BIAS], width), h)
         _add_to(x, h)
     if thread == 0:
-        _add_to(x_out, x)
+        layer_norm(x, vector(norm[0], width), vector(norm[1], width), epsilon, x_out)
     # Nobody reads weights after the caller may have dropped the model.
     barrier(shared, n_threads)
 
@@ -528,7 +529,8 @@ class DecodeStep:
         self._run_unembed, self._run_unembed_rows = Kernel(_unembed), Kernel(_unembed_rows)
         tensors = [w for block in weights.blocks for w in block]
         self._addresses = np.array([_address(w) for w in tensors]).reshape(len(weights.blocks), -1)
-        self._tensors = [w for w in tensors if w is not None]
+        self._norm = np.array([_address(w) for w in weights.norm])
+        self._tensors = [w for w in (*tensors, *weights.norm) if w is not None]
         self._memory = [w.detach() for w in self._tensors]  # stays alive
         self._places = [w.data_ptr() for w in self._tensors]
         self._like = FORMATS[weights.table.dtype]
@@ -543,21 +545,18 @@ class DecodeStep:
         """Whether code of an earlier process lies on disk."""
         return is_kept(_blocks)
 
-    def blocks(self, x: Tensor, cache: KVCache, mask: Tensor | None) -> Tensor:
-        """All blocks for new tokens `x` (B, T, C); stores their keys and values in `cache`.
-
-        `mask` (B, cached + T) is False at padding. Does not advance the cache, which the model
-        does.
-        """
+    def hidden(self, x: Tensor, cache: KVCache, mask: Tensor | None) -> Tensor:
+        """As `CompiledStep.hidden`, of all positions."""
         batch, n_new, width = x.shape
         config = self._weights.config
         rows = np.ascontiguousarray(x.numpy().reshape(batch * n_new, width))
-        out = np.zeros_like(rows)
+        out = np.empty_like(rows)
         n_threads, inner = self.team.n_threads, config.inner_dim
         self.team.run(
             self._run_blocks,
             rows,
             self._addresses,
+            self._norm,
             self._like,
             self._scales,
             cache.keys.numpy(),

@@ -275,12 +275,13 @@ class _Kernels(NamedTuple):
 class Prefill:
     """Runs the blocks of one model over many tokens at once."""
 
-    def __init__(self, blocks: Sequence[Block], n_threads: int) -> None:
-        self._blocks, self._team = blocks, Team(n_threads, in_pool=True)
+    def __init__(self, blocks: Sequence[Block], norm: nn.LayerNorm, n_threads: int) -> None:
+        self._blocks, self._last_norm = blocks, norm
+        self._team = Team(n_threads, in_pool=True)
         functions = (_multiply, _add_and_norm, _add_and_gelu, _attend)
         self._kernels = _Kernels(*map(Kernel, functions))
 
-    def blocks(
+    def hidden(
         self,
         x: Tensor,
         cache: KVCache | None,
@@ -289,7 +290,7 @@ class Prefill:
         *,
         last_only: bool,
     ) -> Tensor:
-        """As `CompiledStep.blocks`; (B, 1, C) if `last_only` and nobody observes."""
+        """As `CompiledStep.hidden`; (B, 1, C) if `last_only` and nobody observes."""
         run = _Pass(self._team, self._kernels, x, cache, mask, observe)
         wanted = getattr(observe, "layers", None)
         for layer, block in enumerate(self._blocks):
@@ -297,7 +298,7 @@ class Prefill:
             looked_at = observe is not None and (wanted is None or layer in wanted)
             run.attention(block, looked_at=looked_at, last_only=last)
             run.mlp(block)
-        return run.end()
+        return run.end(self._last_norm)
 
 
 class _Pass:
@@ -373,10 +374,11 @@ class _Pass:
         self._multiply(units, block.mlp.c_proj, self._more)
         self._more_bias = block.mlp.c_proj.bias
 
-    def end(self) -> Tensor:
-        """The residual stream (B, T or 1, C)."""
-        assert self._more_bias is not None
-        return self._x.add_(self._more).add_(self._more_bias).view(self._shape)
+    def end(self, norm: nn.LayerNorm) -> Tensor:
+        """The residual stream (B, T or 1, C) after the last LayerNorm."""
+        self._h = torch.empty_like(self._x)
+        self._norm(norm)
+        return self._h.view(self._shape)
 
     def _norm(self, layer: nn.LayerNorm) -> None:
         """x += more; h = LayerNorm of x."""

@@ -53,18 +53,19 @@ class Weights:
     """What the decode step reads of a model.
 
     `blocks` holds, for each layer, eight vectors and then each matrix with its scales (None unless
-    int8), in the order that `decode` names them.
+    int8), in the order that `decode` names them; `norm` weight and bias of the final LayerNorm.
     """
 
     config: GPT2Config
     blocks: list[list[Tensor | None]]
+    norm: tuple[Tensor, Tensor]
     attention_scales: list[float]
     table: Tensor
     table_scales: Tensor | None
 
 
 class CompiledStep:
-    """Runs the blocks of one model by compiled code, over the model's own weights.
+    """Runs the blocks of one model, and its ends, by compiled code over the model's own weights.
 
     Weights may be changed in place, and a parameter's `data` be exchanged; for other parameters
     call `use_kernels` again, as `GPT2` does when it is moved, cast, loaded or copied.
@@ -74,7 +75,8 @@ class CompiledStep:
         self.n_threads = torch.get_num_threads()
         self._config, self._blocks, self._table = model.config, list(model.h), model.table
         self._parameters = list(model.parameters())
-        modules = [module for block in model.h for module in block.modules()]
+        self._norm = model.ln_f
+        modules = [module for part in (*model.h, model.ln_f) for module in part.modules()]
         self._hooks = [hooks for m in modules for hooks in (m._forward_hooks, m._forward_pre_hooks)]
         # torch would widen all weights for each pass, so that short prompts are compiled, too.
         self._is_narrow = model.table.weight.dtype != torch.float32
@@ -105,7 +107,7 @@ class CompiledStep:
         """Whether a pass over `x` (B, T, C) is one for compiled code.
 
         That is a few tokens after cached ones that nobody observes, or many tokens, with narrow
-        weights any; and no gradient is wanted, and no hook waits in a block.
+        weights any; and no gradient is wanted, and no hook waits.
         """
         if x.dtype != torch.float32 or self._wants_gradient(x) or any(self._hooks):
             return False
@@ -117,7 +119,7 @@ class CompiledStep:
         many = many or self._is_narrow
         return many and self._prefill is not None
 
-    def blocks(
+    def hidden(
         self,
         x: Tensor,
         cache: KVCache | None,
@@ -126,17 +128,18 @@ class CompiledStep:
         *,
         last_only: bool,
     ) -> Tensor:
-        """All blocks for new tokens `x` (B, T, C); stores their keys and values in `cache`.
+        """All blocks and the final LayerNorm for the embeddings `x` (B, T, C) of new tokens.
 
+        Stores their keys and values in `cache`, and does not advance it, which the model does.
         `mask` (B, cached + T) is False at padding. `last_only` says that the last position of the
-        outcome is enough. Does not advance the cache, which the model does.
+        outcome is enough.
         """
         if self._is_decoding(x, cache) and observe is None:
             assert self._decode is not None
             assert cache is not None
-            return self._decode.blocks(x, cache, mask)
+            return self._decode.hidden(x, cache, mask)
         assert self._prefill is not None
-        return self._prefill.blocks(x, cache, mask, observe, last_only=last_only)
+        return self._prefill.hidden(x, cache, mask, observe, last_only=last_only)
 
     def unembed(self, x: Tensor, *, decoding: bool) -> Tensor | None:
         """Logits (..., V) of `x` (..., C), or None where torch computes them.
@@ -170,6 +173,7 @@ class CompiledStep:
         weights = Weights(
             self._config,
             [_block_weights(block) for block in self._blocks],
+            (self._norm.weight, self._norm.bias),
             [block.attn.scale for block in self._blocks],
             self._table.weight,
             self._table.scale,
@@ -182,7 +186,7 @@ class CompiledStep:
             return None
         from .prefill import Prefill
 
-        return Prefill(self._blocks, self.n_threads)
+        return Prefill(self._blocks, self._norm, self.n_threads)
 
 
 def unfit(model: GPT2) -> str:
