@@ -580,7 +580,7 @@ class DecodeStep:
         if len(rows) == 1:
             self.team.run(self._run_unembed, *arguments, logits)
         else:
-            widened = torch.empty(self.team.n_threads, TOKENS_AT_ONCE * rows.shape[1]).numpy()
+            widened = _room(self.team.n_threads, TOKENS_AT_ONCE * rows.shape[1])
             self.team.run(self._run_unembed_rows, *arguments, widened, logits)
         return torch.from_numpy(logits).view(*x.shape[:-1], -1)
 
@@ -597,7 +597,12 @@ def _shares(n_threads: int, n_rows: int, width: int) -> np.ndarray:
     addresses to see whether a read must wait for a write before it; so it never does here.
     """
     width += (896 - 4 * width) % 4096 // 4
-    return torch.empty(n_threads, n_rows, width).numpy()  # begins at a cache line
+    return _room(n_threads, n_rows, width)
+
+
+def _room(*shape: int) -> np.ndarray:
+    """Memory for float32 numbers that begins at a cache line, as NumPy's need not."""
+    return torch.empty(shape, dtype=torch.float32, device="cpu").numpy()
 
 
 def _address(tensor: Tensor | None) -> int:

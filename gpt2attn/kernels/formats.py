@@ -37,7 +37,7 @@ def quantize(weight: Tensor, input_dim: int) -> tuple[Tensor, Tensor]:
     stored = torch.empty_like(weight, dtype=torch.int8)
     shape = list(weight.shape)
     shape[input_dim] //= size
-    scales = torch.empty(shape)
+    scales = torch.empty(shape, dtype=torch.float32, device=weight.device)
     # In pieces, whose memory is used again: fresh memory for all takes longer than the arithmetic.
     rows, scale_rows = (AT_ONCE, AT_ONCE) if input_dim == 1 else (size, 1)
     pieces = zip(weight.split(rows), stored.split(rows), scales.split(scale_rows), strict=True)
