@@ -26,14 +26,16 @@ class Linear(nn.Module):
 
     def __init__(self, in_features: int, out_features: int) -> None:
         super().__init__()
-        self.register_buffer("scale", None, persistent=False)
+        self.register_buffer("scale", None)
         self.weight = nn.Parameter(torch.empty(in_features, out_features))
         self.bias = nn.Parameter(torch.empty(out_features))
 
     @property
     def matrix(self) -> Tensor:
         """The weights (in, out), however they are stored."""
-        return widen(self.weight, self.scale, input_dim=0) if self.is_stored else self.weight
+        if not self.is_stored:
+            return self.weight
+        return widen(self.weight, self.scale, input_dim=0).to(self.bias.dtype)
 
     def forward(self, x: Tensor) -> Tensor:
         return F.linear(x, self.matrix.t(), self.bias)
@@ -49,7 +51,7 @@ class Table(nn.Embedding):
         # Given its weight, nn.Embedding draws no random one: on the meta device, where a
         # checkpoint's model is built, that imports 800 modules of torch and takes a second.
         super().__init__(n_tokens, width, _weight=torch.empty(n_tokens, width))
-        self.register_buffer("scale", None, persistent=False)
+        self.register_buffer("scale", None)
 
     @property
     def matrix(self) -> Tensor:
@@ -64,4 +66,4 @@ class Table(nn.Embedding):
 
     def scores(self, x: Tensor) -> Tensor:
         """The product of `x` (..., width) with each row: (..., tokens)."""
-        return F.linear(x, self.matrix)
+        return F.linear(x, self.matrix.to(x.dtype))
