@@ -11,11 +11,12 @@ import os
 import warnings
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import chain, repeat
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from .activations import TANH_GELUS
 
@@ -48,6 +49,19 @@ def is_forked() -> bool:
     )
 
 
+class _Parts:
+    """The modules and parameters that stand in some places, to see whether others do later."""
+
+    def __init__(self, places: list[dict[str, Any]]) -> None:
+        self._places = places
+        self._parts = [part for place in places for part in place.values()]  # so that none dies
+        self._ids = list(map(id, self._parts))
+
+    def are_others(self) -> bool:
+        """Whether something was put in, taken out or put in another's place."""
+        return list(map(id, chain.from_iterable(map(dict.values, self._places)))) != self._ids
+
+
 @dataclass(frozen=True)
 class Weights:
     """What the decode step reads of a model.
@@ -67,8 +81,9 @@ class Weights:
 class CompiledStep:
     """Runs the blocks of one model, and its ends, by compiled code over the model's own weights.
 
-    Weights may be changed in place, and a parameter's `data` be exchanged; for other parameters
-    call `use_kernels` again, as `GPT2` does when it is moved, cast, loaded or copied.
+    Weights may be changed in place, and a parameter's `data` be exchanged. Where other parameters,
+    modules or forward methods stand in the model than did here, torch computes, until `use_kernels`
+    is called again, as `GPT2` does when it is moved, cast, loaded or copied.
     """
 
     def __init__(self, model: GPT2) -> None:
@@ -77,6 +92,10 @@ class CompiledStep:
         self._parameters = list(model.parameters())
         self._norm = model.ln_f
         modules = [module for part in (*model.h, model.ln_f) for module in part.modules()]
+        self._outer = _Parts([model._modules, self._table._parameters])
+        inner = [part for m in modules for part in (m._modules, m._parameters) if part]
+        self._inner = _Parts([cast(nn.Module, model.h)._modules, *inner])
+        self._own = [vars(module) for module in modules]  # with a `forward`, if somebody put it
         self._hooks = [hooks for m in modules for hooks in (m._forward_hooks, m._forward_pre_hooks)]
         # torch would widen all weights for each pass, so that short prompts are compiled, too.
         self._is_narrow = model.table.weight.dtype != torch.float32
@@ -110,6 +129,10 @@ class CompiledStep:
         weights any; and no gradient is wanted, and no hook waits.
         """
         if x.dtype != torch.float32 or self._wants_gradient(x) or any(self._hooks):
+            return False
+        if self._outer.are_others() or self._inner.are_others():
+            return False
+        if any(map(dict.__contains__, self._own, repeat("forward"))):
             return False
         if self._is_decoding(x, cache) and observe is None:
             if self._decode is not None and self._decode.is_outdated():
@@ -150,6 +173,7 @@ class CompiledStep:
         if (
             not ((decoding or self._is_narrow) and few)
             or self._wants_gradient(x)
+            or self._outer.are_others()
             or self._decode is None
         ):
             return None
