@@ -173,6 +173,11 @@ class GPT2(nn.Module):
     def device(self) -> torch.device:
         return self.wte.weight.device
 
+    @property
+    def _step(self) -> CompiledStep | GraphStep | None:
+        # torch.compile and torch.export cannot follow Numba's code, and make their own.
+        return None if torch.compiler.is_compiling() else self.compiled
+
     def forward(
         self,
         ids: Tensor | Sequence[Sequence[int]],
@@ -240,8 +245,8 @@ class GPT2(nn.Module):
             cache.check_fits(self.config, self.dtype)
             cache.check_room(B, T)
         mask = self._mask(attention_mask, B, past + T, cache)
-        x = self.wte(ids) + self.wpe(self._positions(mask, T, past))
-        step = self.compiled if edit is None else None
+        x = (self.wte(ids) + self.wpe(self._positions(mask, T, past))).to(self.dtype)
+        step = self._step if edit is None else None
         if step is not None and step.takes(x, cache, observe):
             x = step.hidden(x, cache, mask, observe, last_only=last_only)
         else:
@@ -261,7 +266,7 @@ class GPT2(nn.Module):
         `decoding` says that x comes from a pass over a few tokens after cached ones, whose logits
         the compiled step computes, too.
         """
-        step = self.compiled
+        step = self._step
         logits = None if step is None else step.unembed(x, decoding=decoding)
         return self.table.scores(x) if logits is None else logits
 
@@ -330,6 +335,8 @@ def as_ids(ids: Tensor | Sequence[int] | Sequence[Sequence[int]], vocab_size: in
             f"Token ids must have the shape (batch, tokens), not {tuple(tensor.shape)}."
         )
     tensor = tensor.long()
+    if torch.compiler.is_compiling():  # a graph has no numbers to look at; the embedding looks
+        return tensor
     low, high = (int(bound) for bound in tensor.aminmax())
     if low < 0 or high >= vocab_size:
         row, column = ((tensor < 0) | (tensor >= vocab_size)).nonzero()[0].tolist()

@@ -108,6 +108,44 @@ def test_a_token_gets_the_same_bits_alone_and_beside_others(tiny_folder, dtype):
     assert torch.equal(one_by_one[1, 8:], alone[0, 8:])
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.int8])
+@pytest.mark.parametrize("default", [torch.float64, torch.bfloat16])
+def test_torchs_default_dtype_has_no_say(tiny_folder, dtype, default):
+    chunks = random_ids(2, 9).split([4, 1, 4], dim=1)
+    expected = run(load_model(tiny_folder, dtype=dtype), chunks)[0]
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(default)
+    try:
+        logits = run(load_model(tiny_folder, dtype=dtype), chunks)[0]
+    finally:
+        torch.set_default_dtype(before)
+    assert torch.equal(logits, expected)
+
+
+@pytest.mark.parametrize("dtype", STORED)
+def test_stored_weights_can_be_cast_as_a_whole(tiny_folder, dtype):
+    ids = random_ids(2, 9)
+    stored = load_model(tiny_folder, dtype=dtype)
+    exact = copy.deepcopy(stored).double()(ids)
+    torch.testing.assert_close(exact.float(), stored(ids), **CLOSE)
+    torch.testing.assert_close(
+        copy.deepcopy(stored).bfloat16()(ids).double(), exact, rtol=0, atol=0.5
+    )
+
+
+def test_int8_weights_and_float_ones_are_not_taken_for_each_other(tiny_folder):
+    whole, stored = load_model(tiny_folder), load_model(tiny_folder, dtype=torch.int8)
+    with pytest.raises(RuntimeError, match="scale"):
+        whole.load_state_dict(stored.state_dict())
+    with pytest.raises(RuntimeError, match="scale"):
+        stored.load_state_dict(whole.state_dict())
+    again = load_model(tiny_folder, dtype=torch.int8)
+    for block in again.h:
+        block.mlp.c_fc.scale.zero_()
+    again.load_state_dict(stored.state_dict())
+    assert torch.equal(again(random_ids(1, 9)), stored(random_ids(1, 9)))
+
+
 def test_padding_is_left_out(tiny_folder):
     torch_model, fast = both(tiny_folder)
     ids, mask = random_ids(3, 12), torch.ones(3, 12, dtype=torch.long)
@@ -175,7 +213,8 @@ class TestPrefill:
         """The model, whose blocks would raise if they were called one by one."""
         assert TestPrefill.N >= MIN_PREFILL
         for block in model.h:
-            block.forward = None
+            # Not its attribute, which would be seen, and torch would be called.
+            block.__class__ = type("Uncalled", (type(block),), {"forward": None})
         return model
 
     @staticmethod
@@ -554,6 +593,38 @@ class TestOtherMemory:
         fast.load_state_dict(load_model(folders[1]).state_dict(), assign=True)
         expected = run(load_model(folders[1], kernels="torch"), chunks)[0]
         torch.testing.assert_close(run(fast, chunks)[0], expected, **CLOSE)
+
+    @pytest.mark.parametrize("change", ["parameter", "table", "module", "forward", "block"])
+    def test_what_stands_in_anothers_place_is_seen(self, tmp_path, change):
+        _, fast = both(TestPrefill.folder(tmp_path))
+        chunks = random_ids(1, 151).split([150, 1], dim=1)
+        before = run(fast, chunks)[0]
+        layer = fast.h[1].mlp.c_fc
+        if change == "parameter":
+            layer.weight = torch.nn.Parameter(layer.weight * 0.5, requires_grad=False)
+        elif change == "table":
+            fast.wte.weight = torch.nn.Parameter(fast.wte.weight * 2, requires_grad=False)
+        elif change == "module":
+            fast.h[1].mlp.c_fc = torch.nn.Sequential(layer, torch.nn.Softsign())
+        elif change == "forward":
+            layer.forward = lambda x: torch.ones(*x.shape[:-1], layer.bias.shape[0])
+        else:
+            del fast.h[1]
+        logits = run(fast, chunks)[0]
+        assert (logits - before).abs().amax() > 0.1
+        fast.compiled = None
+        torch.testing.assert_close(logits, run(fast, chunks)[0], **CLOSE)
+
+    def test_parameters_of_a_functional_call_are_seen(self, tiny_folder):
+        torch_model, fast = both(tiny_folder)
+        cache = KVCache.for_model(fast)
+        fast(random_ids(1, 4), cache=cache)
+        other = {"h.0.mlp.c_fc.weight": torch.zeros_like(fast.h[0].mlp.c_fc.weight)}
+        logits = [
+            torch.func.functional_call(model, other, random_ids(1, 1), {"cache": cache.fork()})
+            for model in (fast, torch_model)
+        ]
+        torch.testing.assert_close(*logits, **CLOSE)
 
     def test_an_odd_layout_of_the_unembedding_runs_on_torch(self, tiny_folder):
         _, fast = both(tiny_folder)

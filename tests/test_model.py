@@ -336,3 +336,12 @@ def test_a_new_model_has_the_sizes_of_its_config(model):
         fresh = GPT2(config)
     assert fresh.h[0].mlp.c_fc.weight.shape == (32, 37)
     assert fresh.h[0].mlp.c_proj.weight.shape == (37, 32)
+
+
+def test_torch_can_compile_and_export_it(tiny_folder):
+    model, ids = load_model(tiny_folder), random_ids(2, 9)
+    exported = torch.export.export(model, (ids,)).module()
+    torch.testing.assert_close(exported(ids), model(ids), rtol=0, atol=1e-5)
+    compiled, cache = torch.compile(model, backend="eager"), KVCache.for_model(model, 2)
+    logits = [compiled(chunk, cache=cache) for chunk in ids.split([8, 1], dim=1)]
+    torch.testing.assert_close(torch.cat(logits, dim=1), model(ids), rtol=0, atol=1e-4)
