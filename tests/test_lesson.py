@@ -650,6 +650,26 @@ class TestWords:
         assert "sentence about the animal does not fit" in text
         assert "more than this model's context of 4 tokens" in text
 
+    @pytest.mark.parametrize(("n_embd", "n_head"), [(2, 2), (9, 3), (16, 4)])
+    def test_heads_of_few_numbers(self, tmp_path: Path, n_embd: int, n_head: int) -> None:
+        """sshleifer/tiny-gpt2, which many try first, has heads of one number."""
+        write_checkpoint(tmp_path, {**SIZES, "n_embd": n_embd, "n_head": n_head})
+        Tokenizer.gpt2().save(tmp_path)
+        lesson = explain(load(tmp_path, device="cpu"), sections=[4, 5])
+        for table in cells_of(lesson):
+            assert {len(row) for row in table} == {len(table[0])}
+        products = tables_of(document(lesson).chapters[1])[1]
+        cells = [cell for row in products.rows for cell in row[1:] if cell]
+        assert len(cells) == n_embd // n_head
+        assert products.headers[-1] in lesson_text(lesson)
+
+    def test_shares_that_the_number_format_has_no_room_for(self, tmp_path: Path) -> None:
+        write_checkpoint(tmp_path, SIZES, std=3.0)
+        Tokenizer.gpt2().save(tmp_path)
+        lesson = explain(load(tmp_path, device="cpu"), sections=[7])
+        assert lesson.section(one_head.Rows).smallest == 0
+        assert "so near 0 that float32 holds it as 0" in " ".join(lesson_text(lesson).split())
+
     def test_a_vocabulary_of_another_size(self, tmp_path: Path) -> None:
         """A padded vocabulary has rows that no token owns."""
         write_checkpoint(tmp_path, {**SIZES, "vocab_size": 50304})

@@ -264,10 +264,10 @@ def test_a_pointed_at_token_shows_where_it_looks_and_who_looks_at_it(both):
         ]
         assert red[0] < 70 < red[1]
     opened.page.mouse.move(5, 5)
-    assert opened.text("back-title") == f"t{n - 1} ({n - 1}) looks at"
+    assert opened.text("back-title") == f"t{n - 1} ({n - 1}) looks most at"
     opened.token(query).click()
     opened.page.mouse.move(5, 5)
-    assert opened.text("back-title") == f"t{query} ({query}) looks at"
+    assert opened.text("back-title") == f"t{query} ({query}) looks most at"
 
 
 def test_every_stage_is_shown_by_click_and_by_key(both):
@@ -329,7 +329,7 @@ def test_the_slider_goes_through_the_generation(both):
     assert opened.pixel(min(prompt + 2, n - 1), 3) == opened.pixel(n - 1, n - 2) == bare
     assert opened.pixel(prompt - 2, 2) != bare
     assert opened.token(prompt).get_attribute("class") == "made future"
-    assert opened.text("back-title") == f"t{prompt - 1} ({prompt - 1}) looks at"
+    assert opened.text("back-title") == f"t{prompt - 1} ({prompt - 1}) looks most at"
     share = maps.weights[:, 0, :, prompt - 1, 0].mean().item()
     assert opened.text("sink").startswith(
         f"{percent(share)} of the last token's attention lands on the first token, on average over "
@@ -358,7 +358,7 @@ def test_the_keyboard_alone_reaches_everything(both):
     assert opened.focused() == {"token": str(n - 1)}
     opened.press("ArrowLeft", "ArrowLeft")
     assert opened.focused() == {"token": str(n - 3)}
-    assert opened.text("back-title") == f"t{n - 3} ({n - 3}) looks at"
+    assert opened.text("back-title") == f"t{n - 3} ({n - 3}) looks most at"
     opened.press("Enter")
     assert opened.focused() == "matrix"
     opened.press("ArrowRight", "ArrowUp")
@@ -444,7 +444,7 @@ def test_a_phone_shows_all_of_it_by_touch(n_tokens, open_page):
     opened.page.locator('[data-layer="1"][data-column="2"]').tap()
     assert opened.text("detail-title") == "Layer 1, head 2"
     opened.token(2).tap()
-    assert opened.text("back-title") == "t2 (2) looks at"
+    assert opened.text("back-title") == "t2 (2) looks most at"
     opened.page.locator("#matrix").tap(position=opened.cell(n_tokens - 1, n_tokens // 2))
     readout = opened.text("readout")
     assert readout.startswith(f"t{n_tokens - 1} ({n_tokens - 1}) → t")
@@ -470,6 +470,32 @@ def test_dark_and_light_are_followed_and_can_be_chosen(open_page):
     opened.page.emulate_media(color_scheme="light")
     opened.page.locator("#theme").click()
     assert brightness()[0] < 40
+
+
+def test_on_paper_it_is_light_whole_and_in_proportion(open_page):
+    _, opened = used(300, open_page, color_scheme="dark")
+    dark = opened.legend(0)
+    opened.page.evaluate("dispatchEvent(new Event('beforeprint'))")
+    opened.page.emulate_media(media="print")
+    assert max(dark) < 60 < 200 < min(opened.legend(0))
+    width, height = opened.page.evaluate("[innerWidth, innerHeight]")
+    box, drawn = opened.page.evaluate(
+        """() => {
+          const canvas = document.getElementById("matrix");
+          const box = canvas.getBoundingClientRect();
+          return [[box.width, box.height], [canvas.width, canvas.height]];
+        }"""
+    )
+    assert box[0] <= width
+    assert box[1] <= 0.86 * height
+    assert box[0] / box[1] == pytest.approx(drawn[0] / drawn[1], rel=0.01)
+    assert opened.page.evaluate("[$('tokens').scrollHeight - $('tokens').clientHeight]") == [0]
+    assert "model.safetensors" in opened.text("source")
+    assert not opened.page.locator("#theme").is_visible()
+    opened.page.emulate_media(media="screen")
+    opened.page.evaluate("dispatchEvent(new Event('afterprint'))")
+    assert opened.legend(0) == dark
+    assert not opened.page.locator("#source").is_visible()
 
 
 def test_several_texts_have_a_chooser(open_page):
@@ -500,12 +526,14 @@ def test_one_token_and_one_head_are_a_page_too(open_page):
     assert opened.entries("back") == [("␣t0 0", "100 %")]
     assert not opened.page.locator("#search").is_visible()
     assert not opened.page.locator("#stages").is_visible()
+    assert not opened.page.locator("#sink").is_visible()
 
 
 def test_scores_alone_are_a_page_too(open_page):
     opened = open_page(render_page(made_maps(5, stages=("scores",))))
     assert not opened.page.locator("#sink").is_visible()
     assert opened.text("stage-note").startswith("Q·Kᵀ")
+    assert "its number with each token" in opened.text("matrix-lead")
 
 
 @pytest.mark.slow

@@ -32,7 +32,7 @@ h2 { font-size: 1.25rem; margin: 3rem 0 0.75rem; padding-top: 1rem;
   border-top: 1px solid var(--line); }
 p { max-width: 44rem; margin: 0.75rem 0; overflow-wrap: anywhere; }
 a { color: var(--accent); }
-nav ol { columns: 18rem; padding-left: 2rem; }
+nav ol { columns: 18rem; column-gap: 2.5rem; padding-left: 2rem; }
 code, pre, .shapes { font-family: ui-monospace, "DejaVu Sans Mono", monospace; font-size: 0.88em; }
 code { padding: 0.05em 0.3em; border-radius: 4px; background: var(--panel);
   white-space: break-spaces; }
@@ -53,6 +53,12 @@ figure { margin: 1.25rem 0; padding: 0.5rem; border: 1px solid var(--line); bord
 figure svg { display: block; min-width: 30rem; max-width: 100%; height: auto; margin: 0 auto; }
 .shapes { color: var(--soft); }
 .shapes span { white-space: nowrap; }
+@page { margin: 12mm; }
+@media print {
+  body { max-width: none; padding: 0; print-color-adjust: exact; }
+  tr, figure, pre { break-inside: avoid; }
+  h2, caption { break-after: avoid; }
+}
 """
 
 

@@ -166,13 +166,15 @@ def _projection(section: one_head.Projection, lesson: Lesson) -> Iterator[Block]
         f"(value): {n_embd} numbers become {head_dim}, three times."
     )
     vectors = ("x", "q", "k", "v")
+    headers = ["", "shape", "length", *_first_numbers(n_embd)]
+    rows = [
+        [name.upper(), _shape(matrix.shape), *_vector(matrix[query])]
+        for name in vectors
+        for matrix in [getattr(section, name)]
+    ]
     yield Table(
-        ["", "shape", "length", *_first_numbers(min(n_embd, head_dim))],
-        [
-            [name.upper(), _shape(matrix.shape), *_vector(matrix[query])]
-            for name in vectors
-            for matrix in [getattr(section, name)]
-        ],
+        headers,
+        [_filled(row, len(headers)) for row in rows],
         text_columns=(0, 1),
         title=f"The row of {_plain_token(lesson, query)}: its length and first numbers",
     )
@@ -205,10 +207,13 @@ def _scores(section: one_head.Scores, lesson: Lesson) -> Iterator[Block]:
         f"these {len(products)} products is {sum(products):z.3f}."
     )
     cells = _numbers(products, 9)
-    starts = range(0, len(cells), 8)
+    across = min(8, len(cells))
     yield Table(
-        ["q_i k_i", *(f"+{i}" for i in range(min(8, len(cells))))],
-        [[str(start), *_filled(cells[start : start + 8], 8)] for start in starts],
+        ["q_i k_i", *(f"+{i}" for i in range(across))],
+        [
+            [str(start), *_filled(cells[start : start + across], across)]
+            for start in range(0, len(cells), across)
+        ],
         title="One score, followed down to its products",
     )
     yield Picture(
@@ -288,11 +293,16 @@ def _rows(section: one_head.Rows, lesson: Lesson) -> Iterator[Block]:
     order = sorted(range(choice.query + 1), key=lambda at: -row[at])[:3]
     said = ", ".join(f"{_percent(row[at])} to {_token(lesson, at)}" for at in order)
     sums = section.row_sums
+    smallest = (
+        f"the smallest is {_small(section.smallest)}"
+        if section.smallest > 0
+        else f"the smallest so near 0 that {lesson.metadata['dtype']} holds it as 0"
+    )
     yield Prose(
         "The softmax is taken along each row, so a row is one token that asks, and its numbers say "
-        "how it divides its attention. Each share that the mask leaves is positive (the smallest "
-        f"is {_small(section.smallest)}), and each row adds up to 1 (here: from "
-        f"{float(sums.min()):.7f} to {float(sums.max()):.7f})."
+        "how it divides its attention. Each share that the mask leaves is positive "
+        f"({smallest}), and each row adds up to 1 (here: from {float(sums.min()):.7f} to "
+        f"{float(sums.max()):.7f})."
     )
     yield _share_map(section.weights, lesson, "Weights")
     yield Prose(f"{_token(lesson, choice.query)} gives {said}.")

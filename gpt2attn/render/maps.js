@@ -10,7 +10,7 @@ const STAGE_NOTES = {
   scores:
     "Q·Kᵀ: the product of each token's query with every token's key. Above the diagonal, too: these numbers are computed, but GPT-2 masks them.",
   scaled:
-    "The scores divided by the root of the head's width, √d. Above the diagonal, too: GPT-2 masks those.",
+    "The scores times the model's scale: in GPT-2, divided by the root of the head's width, √d. Above the diagonal, too: GPT-2 masks those.",
   masked: "The scaled scores with −∞ added above the diagonal: no token sees what comes after it.",
   weights: "The softmax of each masked row: shares that sum to 100 %. This is what GPT-2 uses.",
   "value-weighted":
@@ -228,8 +228,9 @@ function raster(view, row, left, span, pixels) {
   return canvas;
 }
 
+let printing = false;
 function sized(canvas, width, height) {
-  const ratio = devicePixelRatio || 1;
+  const ratio = (devicePixelRatio || 1) * (printing ? 3 : 1); // paper is finer than a screen
   canvas.width = Math.round(width * ratio);
   canvas.height = Math.round(height * ratio);
   canvas.style.height = `${height}px`;

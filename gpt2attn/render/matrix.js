@@ -9,7 +9,7 @@ function layoutMatrix() {
   let longest = 0;
   for (let token = 0; token < text.n; token++)
     longest = Math.max(longest, context.measureText(labelOf(token)).width);
-  const margin = Math.ceil(Math.min(longest + 14, width < 500 ? 84 : 130));
+  const margin = Math.ceil(Math.max(60, Math.min(longest + 14, width < 500 ? 84 : 130)));
   const cell = Math.min(72, (width - margin - 8) / state.span);
   const upright = longest + 10 > cell;
   const above = upright ? (cell < 11 ? Math.min(margin, 64) : margin) : 20;

@@ -99,8 +99,8 @@ function markHead() {
 }
 
 function drawSink() {
-  $("sink").hidden = !text.at.weights;
-  if (!text.at.weights) return;
+  $("sink").hidden = !text.at.weights || state.shown < 2; // one token has nowhere else to look
+  if ($("sink").hidden) return;
   let sum = 0;
   page.layers.forEach((_, layer) => page.heads.forEach((_, head) => (sum += share(layer, head))));
   const count = heads * page.layers.length;
@@ -178,8 +178,8 @@ function drawText(query = state.query) {
       })),
     );
   }
-  $("back-title").textContent = `${called(query)} looks at`;
-  $("ahead-title").textContent = `Later tokens that look at ${called(query)}`;
+  $("back-title").textContent = `${called(query)} looks most at`;
+  $("ahead-title").textContent = `Later tokens that look most at ${called(query)}`;
   if (!ahead.length)
     $("ahead").replaceChildren(element("li", { className: "lead" }, "None: it is the last token."));
 }
@@ -229,8 +229,6 @@ function drawWords() {
   }
   $("detail-lead").textContent =
     "A map says where a head looks, not what it does with what it finds: attention is not an explanation of the output.";
-  $("matrix-lead").textContent =
-    "A row is one token asking: it tells how that token spreads its attention over the tokens it reads from.";
   const errors = Object.values(text.maps).map((packed) => packed.error);
   const exact = Object.values(text.maps).every((packed) => packed.dtype === "float32");
   const worst = Math.max(...errors);
@@ -289,6 +287,13 @@ function drawHead() {
     input.checked = input.value === (isShare(view.kind) ? "weights" : view.kind);
     input.disabled = state.column >= heads && input.value !== "weights";
   }
+  $("matrix-lead").textContent = `A row is one token asking: it tells ${
+    isShare(view.kind)
+      ? "how that token spreads its attention over the tokens it reads from"
+      : view.kind === "value-weighted"
+        ? "how much each token that it reads from moves"
+        : "its number with each token that it is compared with"
+  }.`;
   drawLegend(view);
   markHead();
   drawText();
@@ -543,6 +548,21 @@ matchMedia("(prefers-color-scheme: dark)").onchange = () => {
   readColours();
   drawAll();
 };
+/** Paper is light whatever the screen is, and what is folded up cannot be opened on it. */
+function onPaper(on) {
+  const [root, origin] = [document.documentElement.dataset, $("source").parentElement];
+  if (on === printing) return;
+  if (on) onPaper.before = { theme: root.theme, open: origin.open };
+  printing = on;
+  origin.open = on || onPaper.before.open;
+  if (on) root.theme = "light";
+  else if (onPaper.before.theme) root.theme = onPaper.before.theme;
+  else delete root.theme;
+  readColours();
+  drawAll();
+}
+addEventListener("beforeprint", () => onPaper(true));
+addEventListener("afterprint", () => onPaper(false));
 let width = innerWidth;
 addEventListener("resize", () => {
   if (innerWidth === width) return; // a phone's address bar comes and goes
