@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 import mmap
+import operator
 import os
 import platform
 from collections.abc import Iterable, Sequence
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 STAGES = ("scores", "scaled", "masked", "weights")
+KEPT = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 MASK_RULE = "minus infinity is added to scaled scores above the diagonal and at padding"
 
 
@@ -68,6 +70,7 @@ class AttentionMaps:
         for kind, number, kept in (("layer", layer, self.layers), ("head", head, self.heads)):
             if number not in kept:
                 raise ValueError(f"{kind} {number} was not captured, only {_ranges(kept)}.")
+        text = self._place(text)
         n = len(self.ids[text])
         map = self.stage(stage)[self.layers.index(layer), text, self.heads.index(head)]
         return map[map.shape[0] - n :, map.shape[1] - n :]
@@ -77,7 +80,7 @@ class AttentionMaps:
 
     def __getitem__(self, index: int) -> AttentionMaps:
         """Text `index` alone: square maps without padding, with a batch axis of 1."""
-        index = range(len(self))[index]
+        index = self._place(index)
         n = len(self.ids[index])
         stages = {
             name: values[:, index : index + 1, :, values.shape[3] - n :, values.shape[4] - n :]
@@ -90,6 +93,29 @@ class AttentionMaps:
             labels=[self.labels[index]],
             prompt_lengths=[self.prompt_lengths[index]],
         )
+
+    def _place(self, text: int) -> int:
+        """The place of a text, counted from 0; TypeError for what is no whole number."""
+        number = whole_number(text)
+        if number is None:
+            raise TypeError(
+                f"maps[i] is text i, a whole number, not {text!r}; a stage is maps.stage(name)."
+            )
+        if not -len(self) <= number < len(self):
+            raise IndexError(
+                f"There is no text {number}: the maps hold {len(self)}, counted from 0."
+            )
+        return number % len(self)
+
+    def __repr__(self) -> str:
+        """What is in it; the numbers of all heads would fill many screens."""
+        stages = ", ".join(
+            f"{name} {tuple(values.shape)} {str(values.dtype).removeprefix('torch.')}"
+            for name, values in self.stages.items()
+        )
+        texts = f"{len(self)} text{'' if len(self) == 1 else 's'}"
+        layers, heads = _ranges(self.layers), _ranges(self.heads)
+        return f"<AttentionMaps of {texts}: {stages}; layers {layers}; heads {heads}>"
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, AttentionMaps):
@@ -195,7 +221,7 @@ class Recorder:
         self.heads = chosen(heads, model.config.n_head, "head")
         shape = (len(self.layers), batch_size, len(self.heads), n_tokens, n_tokens)
         self.stages = {
-            name: _untouched_zeros(shape, dtype or model.dtype) for name in known_stages(stages)
+            name: _untouched_zeros(shape, kept_dtype(dtype, model)) for name in known_stages(stages)
         }
         self.done = 0
         self._dtype, self._device = model.dtype, model.device.type
@@ -311,17 +337,41 @@ def chosen(numbers: Sequence[int] | None, count: int, kind: str) -> list[int]:
     """
     if numbers is None:
         return list(range(count))
+    try:
+        given = list(numbers)
+    except TypeError:
+        raise ValueError(f"{kind}s are given as a list, such as [0], not {numbers!r}.") from None
+    found = [whole_number(n) for n in given]
     bad = [
         n
-        for n in numbers
-        if isinstance(n, bool) or not isinstance(n, int) or not -count <= n < count
+        for n, number in zip(given, found, strict=True)
+        if number is None or not -count <= number < count
     ]
-    if bad or not len(numbers):
+    if bad or not given:
         raise ValueError(
             f"{kind} {bad[0] if bad else 'list'} is not there: "
             f"this model has the {kind}s 0 to {count - 1}."
         )
-    return list(dict.fromkeys(n % count for n in numbers))
+    return list(dict.fromkeys(n % count for n in found if n is not None))
+
+
+def whole_number(value: Any) -> int | None:
+    """An int, one of NumPy's or torch's too, as a plain int; None for a bool and all else."""
+    try:
+        return None if isinstance(value, bool) else operator.index(value)
+    except TypeError:
+        return None
+
+
+def kept_dtype(dtype: torch.dtype | None, model: GPT2) -> torch.dtype:
+    """The number format of kept maps, None being the model's; ValueError for one without shares."""
+    if dtype is None:
+        return model.dtype
+    if dtype not in KEPT:
+        raise ValueError(
+            f"Maps are kept in float64, float32, float16 or bfloat16, not in {dtype!r}."
+        )
+    return dtype
 
 
 def known_stages(stages: Iterable[str]) -> list[str]:

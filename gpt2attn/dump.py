@@ -32,7 +32,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from .attention import AttentionSteps
-from .capture import AttentionMaps, chosen, kept, known_stages, provenance
+from .capture import AttentionMaps, chosen, kept, kept_dtype, known_stages, provenance
 from .files import replacing, save_tensors
 from .model import GPT2, as_ids, check_finite
 
@@ -139,7 +139,8 @@ def dump_attention(
         {**provenance(model), **(metadata or {})},
     )
     shape = (len(layers), 1, len(heads), n_tokens, n_tokens)
-    writer = _LayerWriter(model, layers, heads, known_stages(stages), shape, dtype or model.dtype)
+    dtype = kept_dtype(dtype, model)
+    writer = _LayerWriter(model, layers, heads, known_stages(stages), shape, dtype)
     with replacing(path) as part, part.open("wb") as file:
         writer.start(file, _json(_header(empty)))
         check_finite(model.hidden(ids, observe=writer))

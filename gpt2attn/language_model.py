@@ -11,7 +11,7 @@ from typing import Any, cast, overload
 import torch
 
 from .beam import GREEDY, beam_search
-from .capture import AttentionMaps, attention_maps
+from .capture import AttentionMaps, attention_maps, whole_number
 from .checkpoint import load_model, weight_files
 from .files import sha256
 from .generation import DEFAULT_MAX_NEW_TOKENS, left_padded
@@ -186,9 +186,11 @@ class LanguageModel:
         Options: context, stride, bos (end-of-text in front), special, full_last, batch_tokens.
         """
         texts = _prompts(text)
-        scores = list(
-            score_texts(self.model, self.tokenizer, texts or [cast(Prompt, text)], **options)
-        )
+        rows = [
+            one if isinstance(one, str) else self.encode(one)
+            for one in texts or [cast(Prompt, text)]
+        ]
+        scores = list(score_texts(self.model, self.tokenizer, rows, **options))
         return scores if texts else scores[0]
 
     def continuation_logprobs(
@@ -219,7 +221,14 @@ class LanguageModel:
         """Token ids of a prompt that is text or ids already."""
         if isinstance(prompt, str):
             return self.tokenizer.encode(prompt, special=special)
-        return list(prompt)
+        ids = [whole_number(id) for id in prompt]
+        if isinstance(prompt, bytes) or None in ids:
+            bad = prompt if isinstance(prompt, bytes) else prompt[ids.index(None)]
+            raise ValueError(
+                "A prompt is a text or one row of token ids, whole numbers, not of the type "
+                f"{type(bad).__name__}."
+            )
+        return cast(list[int], ids)
 
     @cached_property
     def provenance(self) -> dict[str, Any]:
@@ -229,9 +238,18 @@ class LanguageModel:
 
 def _prompts(prompt: Prompt | Sequence[Prompt]) -> list[Prompt] | None:
     """The prompts if `prompt` is several, None if it is one text or one row of ids."""
-    if isinstance(prompt, str) or not len(prompt) or isinstance(prompt[0], int):
+    if isinstance(prompt, str) or not len(prompt) or not _has_length(prompt[0]):
         return None
     return list(cast(Sequence[Prompt], prompt))
+
+
+def _has_length(value: Any) -> bool:
+    """Whether `value` is a text or a row of ids, and not one id, of whatever library."""
+    try:
+        len(value)
+    except TypeError:
+        return False
+    return True
 
 
 def load(

@@ -20,7 +20,7 @@ from torch.nn import functional as F
 
 from .analysis.maps import entropy
 from .attention import AttentionSteps, attention_weights, causal_mask, mask_scores
-from .capture import chosen, provenance
+from .capture import chosen, provenance, whole_number
 from .dump import json_numbers
 from .model import GPT2, as_ids, check_finite
 
@@ -74,6 +74,14 @@ class HeadTrace:
     attention_output: Tensor  # (T, C) what the layer's attention adds to the residual stream
     heads_sum: Tensor  # (T, C) the sum over heads of output w_o, plus the bias of c_proj
     metadata: dict[str, Any] = field(default_factory=dict)
+
+    def __repr__(self) -> str:
+        """What it is of; the numbers of 18 tensors would fill many screens."""
+        query, key = (f"{at} {self.labels[at]}" for at in (self.query, self.key))
+        return (
+            f"<HeadTrace of layer {self.layer}, head {self.head}: {len(self.ids)} tokens, "
+            f"query {query}, key {key}>"
+        )
 
     @property
     def n_head(self) -> int:
@@ -273,12 +281,9 @@ def _kept(
 
 
 def _position(number: int, n_tokens: int, kind: str) -> int:
-    if (
-        isinstance(number, bool)
-        or not isinstance(number, int)
-        or not -n_tokens <= number < n_tokens
-    ):
+    position = whole_number(number)
+    if position is None or not -n_tokens <= position < n_tokens:
         raise ValueError(
             f"{kind} {number} is not there: the text has the positions 0 to {n_tokens - 1}."
         )
-    return number % n_tokens
+    return position % n_tokens

@@ -1,5 +1,6 @@
 """Captured maps against transformers and against single runs."""
 
+import numpy as np
 import pytest
 import torch
 from checkpoints import TINY
@@ -72,6 +73,11 @@ class TestSelection:
             ({"heads": [4]}, "head 4 is not there: this model has the heads 0 to 3"),
             ({"heads": []}, "heads 0 to 3"),
             ({"layers": ["a"]}, "layer a is not there"),
+            ({"layers": [1.0]}, "layer 1.0 is not there"),
+            ({"heads": [True]}, "head True is not there"),
+            ({"layers": 1}, "layers are given as a list, such as \\[0\\], not 1"),
+            ({"dtype": torch.int8}, "kept in float64, float32, float16 or bfloat16, not in torch"),
+            ({"dtype": "float16"}, "not in 'float16'"),
             ({"stages": ["softmax"]}, "'softmax' does not exist; there are scores, scaled"),
         ],
     )
@@ -81,6 +87,13 @@ class TestSelection:
 
     def test_chosen_drops_repeats(self):
         assert chosen([1, -1, 1], 4, "layer") == [1, 3]
+
+    @pytest.mark.parametrize("numbers", [np.array([2, 0]), torch.tensor([2, -3]), range(2, -1, -2)])
+    def test_numbers_of_any_library_do(self, model, numbers):
+        """Such as argsort gives them."""
+        maps = attention_maps(model, [1, 2], layers=numbers)
+        assert maps.layers == [2, 0]
+        assert {type(layer) for layer in maps.layers} == {int}
 
 
 class TestStages:
@@ -131,8 +144,18 @@ class TestPadding:
         maps = attention_maps(model, [[1, 2], [3, 4]])
         assert maps[-1].ids == [[3, 4]]
         assert len(list(maps)) == 2
-        with pytest.raises(IndexError):
+        with pytest.raises(IndexError, match="no text 2: the maps hold 2, counted from 0"):
             maps[2]
+        with pytest.raises(IndexError, match="no text 2"):
+            maps.head(0, 0, text=2)
+        for wrong in ("weights", slice(2), 1.0):
+            with pytest.raises(TypeError, match="is text i, a whole number"):
+                maps[wrong]
+
+    def test_a_glance_at_maps_is_one_line(self, model):
+        maps = attention_maps(model, [[1, 2], [3, 4]], layers=[0, 2])
+        text = "2 texts: weights (2, 2, 4, 2, 2) float32; layers 0, 2; heads 0-3"
+        assert repr(maps) == f"<AttentionMaps of {text}>"
 
 
 def test_d15_the_first_row_is_one_and_zeros_and_nothing_is_renormalised(model):
@@ -158,6 +181,23 @@ class TestLanguageModel:
         generated = lm.generate("one two", 2, attention=True).attention
         for found in (lm.attention("one two"), generated, lm.trace("one two", 0, 1)):
             assert told.items() <= found.metadata.items()
+
+    @pytest.mark.parametrize("kind", [tuple, np.array, torch.tensor])
+    def test_ids_of_any_library_are_one_text(self, lm, kind):
+        ids = lm.encode("one two three")
+        prompt = kind(ids)
+        assert lm.attention(prompt) == lm.attention(ids)
+        assert lm.score(prompt).ids == ids
+        assert lm.generate(prompt, 2, seed=1) == lm.generate(ids, 2, seed=1)
+        assert {type(id) for id in lm.encode(prompt)} == {int}
+
+    @pytest.mark.parametrize(
+        ("prompt", "kind"),
+        [([1.0, 2.0], "float"), (b"one", "bytes"), (torch.tensor([[1, 2], [3, 4]]), "Tensor")],
+    )
+    def test_what_is_no_prompt_is_named(self, lm, prompt, kind):
+        with pytest.raises(ValueError, match=f"one row of token ids, .* of the type {kind}"):
+            lm.trace(prompt, 0, 0)
 
     def test_several_texts_make_a_batch(self, lm):
         maps = lm.attention(["one two three", "four"])
