@@ -30,6 +30,7 @@ from gpt2attn.render.image import (
     overview_figure,
 )
 from gpt2attn.render.look import BLUE, BROWN, pooled
+from gpt2attn.render.sheet import plain
 
 PNG = b"\x89PNG\r\n\x1a\n"
 KINDS = {
@@ -329,6 +330,12 @@ class TestDrift:
         figure = drift_figure(replace(DRIFT, others=None), "$x\n")
         assert len(figure.axes[0].lines) == 1
         assert "$x<U+000A> in two texts, layer by layer" in svg_texts(figure)
+
+
+def test_right_to_left_letters_turn_nothing_around_them() -> None:
+    """Unmarked, a position moves behind its token, and the bytes of the next one are mixed up."""
+    assert plain("␣מ<0xD7>") == "␣\u200eמ\u200e<0xD7>"
+    assert plain("␣a<0xD7>") == "␣a<0xD7>"
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -267,10 +267,13 @@ class TestScreen:
         for shape in ("(6, 32)", "(32, 8)", "(6, 8)", "(6, 6)", "(8, 32)"):
             assert shape in screen
         rows = [line.split() for line in screen.splitlines()]
-        percents = [f"{100 * share:.1f}%" for share in trace.weights[2].tolist()]
-        assert [">", "2", "␣its", *percents[:3], "0", "0", "0"] in rows  # the weights
-        assert ["scaled", *percents] in rows
-        assert ["raw", *(f"{100 * share:.1f}%" for share in trace.raw_weights[2].tolist())] in rows
+        scaled, raw = (
+            [*(f"{100 * share:.1f}%" for share in row[:3].tolist()), "0", "0", "0"]  # masked: 0
+            for row in (trace.weights[2], trace.raw_weights[2])
+        )
+        assert [">", "2", "␣its", *scaled] in rows  # the weights
+        assert ["scaled", *scaled] in rows
+        assert ["raw", *raw] in rows
         assert any(row[:3] == [">", "2", "␣its"] and row[-3:] == ["-inf"] * 3 for row in rows)
         assert ["0-7", *(f"{value:.3f}" for value in trace.products.tolist())] in rows
         assert f"q_i k_i: {float(trace.scores[2, 0]):.3f}" in screen

@@ -135,10 +135,10 @@ def _write(lm: LanguageModel, ids: list[int], path: Path, options: dict[str, Any
     n_bytes = dump_bytes(
         len(layers), len(heads), len(ids), len(options["stages"]), options["dtype"]
     )
-    note(
-        f"{len(ids)} tokens, {len(layers)} layers x {len(heads)} heads: "
-        f"{n_bytes / 1e6:,.1f} MB of numbers to {path}"
-    )
+    size = f"{n_bytes / 1e6:,.1f} MB" if n_bytes >= 1e5 else f"{n_bytes / 1e3:,.1f} kB"
+    counts = ((len(ids), "token"), (len(layers), "layer"), (len(heads), "head"))
+    n_tokens, n_layers, n_heads = (f"{n:,} {what}{'s' * (n != 1)}" for n, what in counts)
+    note(f"{n_tokens}, {n_layers} x {n_heads}: {size} of numbers to {path}")
     if path.suffix.lower() == ".safetensors":  # written as they are made, never all in memory
         labels = lm.tokenizer.labels(ids)
         dump_attention(lm.model, ids, path, labels=labels, metadata=lm.provenance, **options)

@@ -35,7 +35,7 @@ a { color: var(--accent); }
 nav ol { columns: 18rem; column-gap: 2.5rem; padding-left: 2rem; }
 code, pre, .shapes { font-family: ui-monospace, "DejaVu Sans Mono", monospace; font-size: 0.88em; }
 code { padding: 0.05em 0.3em; border-radius: 4px; background: var(--panel);
-  white-space: break-spaces; }
+  white-space: break-spaces; unicode-bidi: isolate; }
 pre { padding: 0.9rem 1rem; border-radius: 8px; background: var(--panel); overflow-x: auto; }
 .wide { overflow-x: auto; margin: 1rem 0; }
 .beside { display: flex; flex-wrap: wrap; gap: 0 1rem; }

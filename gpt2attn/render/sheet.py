@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import io
 import math
+import re
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -31,6 +32,7 @@ MARGIN, GAP, LINE = 0.3, 0.06, 0.165  # inches
 BEFORE_MAP = 0.95  # title, subtitle and the space below them
 MIN_WIDTH = 6.2
 MAX_LABEL = 22  # characters
+RIGHT_TO_LEFT = re.compile("[\u0590-\u08ff\ufb1d-\ufdff\ufe70-\ufefc]+")  # Hebrew to Arabic
 STEPS = (1, 2, 5, 10, 20, 50, 100, 200, 500)
 
 _settings_lock = threading.RLock()
@@ -329,8 +331,12 @@ def _drawable() -> frozenset[int]:
 
 
 def plain(text: str) -> str:
-    """`text` in characters that the font has, on one line."""
-    return visible(text, _drawable())
+    """`text` in characters that the font has, on one line.
+
+    Right-to-left letters keep to themselves, so that a token's position and its neighbours stay
+    where they are.
+    """
+    return RIGHT_TO_LEFT.sub("\u200e\\g<0>\u200e", visible(text, _drawable()))
 
 
 def text_width(text: str, size: float) -> float:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING
 
 from rich.cells import cell_len
@@ -122,8 +122,8 @@ def _scale(trace: HeadTrace, shown: list[int]) -> list[str]:
             "with the scaled ones. The order of the tokens is the same."
         ),
         _columns(trace, shown),
-        _row("  raw", [_percent(value) for value in raw[query, shown].tolist()]),
-        _row("  scaled", [_percent(value) for value in trace.weights[query, shown].tolist()]),
+        _row("  raw", _shares(raw[query], query, shown)),
+        _row("  scaled", _shares(trace.weights[query], query, shown)),
         "",
         *_prose(
             "For each row, the largest share, the entropy in nats, and |J|, the norm of the "
@@ -195,21 +195,22 @@ def _contributions(trace: HeadTrace, shown: list[int]) -> list[str]:
     """A line for each token with its share and lengths, and one for their sum."""
     query = trace.query
     shares = trace.weights[query].tolist()
+    written = _shares(trace.weights[query], query, range(len(shares)))
     of_values = _aligned(trace.value_norms)
     of_sum = [x[query].double().norm() for x in (trace.output, trace.head_part)]
     shared = _aligned([*trace.contributions.norm(dim=1), of_sum[0]])
     added = _aligned([*trace.contribution_norms, of_sum[1]])
 
-    def line(head: str, share: float, value: str, lengths: tuple[str, str]) -> str:
-        start = f" {head}{' ' * (LABEL + 2 - cell_len(head))}{_percent(share):>9}"
+    def line(head: str, share: str, value: str, lengths: tuple[str, str]) -> str:
+        start = f" {head}{' ' * (LABEL + 2 - cell_len(head))}{share:>9}"
         return f"{start}{value:>12}{lengths[0]:>12}{lengths[1]:>16}"
 
     lines = [f"   {'':<{LABEL}}{'share':>9}{'|v|':>12}{'|share v|':>12}{'|share v W_o|':>16}"]
-    lines += [line(_head(trace, i), shares[i], of_values[i], (shared[i], added[i])) for i in shown]
+    lines += [line(_head(trace, i), written[i], of_values[i], (shared[i], added[i])) for i in shown]
     if rest := len(shares) - len(shown):
         others = sum(shares) - sum(shares[i] for i in shown)
-        lines.append(line(f"  {rest} others", others, "", ("", "")))
-    return [*lines, line("  sum", sum(shares), "", (shared[-1], added[-1]))]
+        lines.append(line(f"  {rest} others", _percent(others), "", ("", "")))
+    return [*lines, line("  sum", _percent(sum(shares)), "", (shared[-1], added[-1]))]
 
 
 def _prose(text: str) -> list[str]:
@@ -309,6 +310,11 @@ def _number(value: float, decimals: int | None) -> str:
     if abs(value) == float("inf"):
         return f"{value:.0f}"
     return f"{value:.0e}" if decimals is None else f"{value:z.{decimals}f}"
+
+
+def _shares(row: Tensor, query: int, shown: Iterable[int]) -> list[str]:
+    """Some shares of a query's row; a masked one is a plain 0, not one that was rounded."""
+    return [_percent(float(row[at])) if at <= query else "0" for at in shown]
 
 
 def _percent(share: float) -> str:
