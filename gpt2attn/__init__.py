@@ -10,10 +10,10 @@ if TYPE_CHECKING:
     from .checkpoint import load_model, save_model
     from .config import GPT2Config
     from .generation import generate
-    from .language_model import LanguageModel, load, load_tokenizer
+    from .language_model import LanguageModel, load
     from .model import GPT2
     from .text_generation import Generation
-    from .tokenizer import Tokenizer
+    from .tokenizer import Tokenizer, load_tokenizer
     from .trace import HeadTrace, trace_head
 
 __version__ = "0.1.0"
@@ -34,7 +34,7 @@ _HOME = {
     "generate": "generation",
     "load": "language_model",
     "load_model": "checkpoint",
-    "load_tokenizer": "language_model",
+    "load_tokenizer": "tokenizer",
     "save_model": "checkpoint",
     "trace_head": "trace",
 }

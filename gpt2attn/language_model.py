@@ -22,8 +22,6 @@ from .text_generation import Generation, Prompt, Session, TextStream, spellings,
 from .tokenizer import Tokenizer
 from .trace import HeadTrace, trace_head
 
-OPENAI_SIZES = frozenset({"gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl"})
-
 
 class LanguageModel:
     """A GPT-2 that reads and writes text; `load` makes one."""
@@ -296,13 +294,3 @@ def source_provenance(source: Source) -> dict[str, Any]:
         return {"model": source.name, "revision": source.revision}
     files = weight_files(source.folder, allow_pickle=True)
     return {"model": source.name, "sha256": {path.name: sha256(path) for path in files}}
-
-
-def load_tokenizer(name: str | os.PathLike[str], *, revision: str | None = None) -> Tokenizer:
-    """The tokenizer of a model's folder, found as `load` finds it.
-
-    The vocabulary of OpenAI's four sizes ships with the package, so their names need no download.
-    """
-    if str(name).removeprefix("openai-community/") in OPENAI_SIZES and not os.path.exists(name):
-        return Tokenizer.gpt2()
-    return Tokenizer.from_folder(resolve(name, revision=revision).folder)

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import codecs
 import functools
+import os
 import re
 from collections.abc import Callable, Iterable, Iterator
 from operator import index
@@ -20,6 +21,7 @@ from pathlib import Path
 import tiktoken
 
 from .files import replacing
+from .hub import resolve
 from .vocabulary import END_OF_TEXT, SIDE_NAMES, read_vocabulary, vocabulary_files
 
 # GPT-2's pattern in tiktoken's faster, equivalent spelling (tiktoken_ext/openai_public.py).
@@ -44,6 +46,8 @@ _DRAWN_AS_NOTHING = re.compile(
     "\U000e0100-\U000e01ef]"
 )
 _BYTE_FORM = re.compile("<0x[0-9A-F]{2}>")
+
+OPENAI_SIZES = frozenset({"gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl"})
 
 
 class Tokenizer:
@@ -264,6 +268,16 @@ class StreamDecoder:
     def finish(self) -> str:
         """What an unfinished character comes to (U+FFFD), or the empty string."""
         return self._decoder.decode(b"", final=True)
+
+
+def load_tokenizer(name: str | os.PathLike[str], *, revision: str | None = None) -> Tokenizer:
+    """The tokenizer of a model's folder, found as `load` finds it.
+
+    The vocabulary of OpenAI's four sizes ships with the package, so their names need no download.
+    """
+    if str(name).removeprefix("openai-community/") in OPENAI_SIZES and not os.path.exists(name):
+        return Tokenizer.gpt2()
+    return Tokenizer.from_folder(resolve(name, revision=revision).folder)
 
 
 def _join_surrogates(text: str) -> str:

@@ -29,7 +29,7 @@ def tokens(
 
     Example:  gpt2attn tokens "Apple raised its price target"
     """
-    from ..language_model import load_tokenizer
+    from ..tokenizer import load_tokenizer
 
     tokenizer = load_tokenizer(model, revision=revision)
     if ids is None:
