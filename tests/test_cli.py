@@ -5,6 +5,7 @@ input.
 import inspect
 import json
 import os
+import re
 import subprocess
 import sys
 
@@ -262,6 +263,8 @@ class TestInfo:
         text = run("info", "-m", folder).stdout
         assert f"{facts['parameters']:,}" in text
         assert facts["files"][0]["sha256"] in text
+        for name, setting in facts["config"].items():
+            assert re.search(rf"^{name} +{re.escape(str(setting))}$", text, re.M), name
 
     def test_which_kernels_would_run(self, folder, lm, tmp_path):
         facts = json.loads(run("info", "-m", folder, "--json").stdout)
@@ -273,6 +276,13 @@ class TestInfo:
 
 class TestKernels:
     EXACT = ("attention", "trace", "heads", "neighbours", "drift", "lens", "explain", "verify")
+
+    def test_a_note_says_why_the_fast_ones_do_not_run(self, folder, monkeypatch):
+        command = ("generate", "the", "-m", folder, "-n", "1")
+        assert "kernels" not in run(*command).stderr
+        monkeypatch.setenv("NUMBA_DISABLE_JIT", "1")
+        assert "kernels: torch (Numba is told not to compile)\n" in run(*command).stderr
+        assert "kernels" not in run(*command, "--kernels", "torch").stderr
 
     def test_every_command_that_loads_a_model_has_them(self):
         defaults = {

@@ -144,14 +144,15 @@ def load_language_model(
     allow_pickle: bool,
     allow_nonfinite: bool,
 ) -> LanguageModel:
-    """`load` with the options of the command line."""
+    """`load` with the options of the command line; a note says why fast kernels do not fit."""
     import torch
 
+    from ..kernels import use_kernels
     from ..language_model import load
 
     if threads is not None:
         torch.set_num_threads(threads)
-    return load(
+    lm = load(
         model,
         revision=revision,
         device=device,
@@ -161,3 +162,6 @@ def load_language_model(
         allow_nonfinite=allow_nonfinite,
         notify=note,
     )
+    if kernels == "auto" and lm.model.compiled is None:
+        note(f"kernels: {use_kernels(lm.model, kernels)}")
+    return lm

@@ -26,17 +26,21 @@ def info(
     if as_json:
         print_json(facts)
         return
-    for key, value in facts.items():
-        if key == "files":
-            for file in value:
-                print(
-                    f"{'file':<24}{file['path']}  {file['bytes']:,} bytes  sha256 {file['sha256']}"
-                )
-        elif key == "config":
-            for name, setting in value.items():
-                print(f"{name:<24}{setting}")
-        else:
-            print(f"{key.replace('_', ' '):<24}{f'{value:,}' if isinstance(value, int) else value}")
+    config, files = facts.pop("config"), facts.pop("files")
+    lines = [
+        *(
+            (key.replace("_", " "), f"{value:,}" if isinstance(value, int) else value)
+            for key, value in facts.items()
+        ),
+        *config.items(),
+        *(
+            ("file", f"{file['path']}  {file['bytes']:,} bytes  sha256 {file['sha256']}")
+            for file in files
+        ),
+    ]
+    width = max(len(name) for name, _ in lines) + 2
+    for name, value in lines:
+        print(f"{name:<{width}}{value}")
 
 
 def _kernels(config: GPT2Config) -> str:
