@@ -133,6 +133,17 @@ def test_reorder_keeps_the_number_of_rows(model, ids):
         cache.reorder([0, 2])
 
 
+def test_rows_that_hold_padding_go_on_needing_a_mask(model, ids):
+    """However they were rearranged: without one, padding would be read as text."""
+    cache = KVCache.for_model(model, 2)
+    mask = torch.ones(2, 4, dtype=torch.bool)
+    mask[1, 0] = False
+    model(ids[:, :4], attention_mask=mask, cache=cache)
+    for held in (cache, cache.fork(), cache.select([1, 0]), cache.repeat(2)):
+        with pytest.raises(ValueError, match="padding"):
+            model(ids[:1, 4:].repeat(held.batch_size, 1), cache=held)
+
+
 def test_truncate_forgets_the_end(model, ids):
     cache = KVCache.for_model(model, 2)
     model(ids, cache=cache)

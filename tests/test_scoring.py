@@ -1,5 +1,6 @@
 """Scoring against plain transformers loops: Hugging Face's stride loop and lm-eval's windows."""
 
+import copy
 import math
 from unittest import mock
 
@@ -507,3 +508,9 @@ class TestBadInput:
             score_last_words(model, Tokenizer.gpt2(), ["one "])
         with pytest.raises(ValueError, match="no passages"):
             score_last_words(model, Tokenizer.gpt2(), [])
+
+
+def test_equal_logits_share_the_better_rank(both64):
+    model = copy.deepcopy(both64[1])
+    model.wte.weight.zero_()  # all logits are 0
+    assert score(model, text(5)).ranks.tolist() == [0, 1, 1, 1, 1]
