@@ -24,6 +24,7 @@ from rich.console import Console
 
 from gpt2attn.benchmark import Program, benchmark
 from gpt2attn.benchmark.programs import FORMATS, TORCH
+from gpt2attn.cli import run_script
 
 # Every format of every program, but not torch's products of 16 bits, which are slow on a CPU.
 PROGRAMS = [
@@ -60,4 +61,4 @@ def main(
 
 
 if __name__ == "__main__":
-    typer.run(main)
+    run_script(main)

@@ -22,6 +22,7 @@ import typer
 
 from gpt2attn import AttentionMaps, LanguageModel, load
 from gpt2attn.analysis import rank_heads, sink_share
+from gpt2attn.cli import run_script
 from gpt2attn.files import replacing
 from gpt2attn.render.trace_text import trace_text
 from gpt2attn.trace import HeadTrace, trace_head
@@ -138,4 +139,4 @@ def main(
 
 
 if __name__ == "__main__":
-    typer.run(main)
+    run_script(main)

@@ -27,6 +27,7 @@ import typer
 
 from gpt2attn import GPT2, KVCache, generate, load_model, save_model
 from gpt2attn.benchmark.programs import TORCH, Program, bytes_per_token
+from gpt2attn.cli import run_script
 from gpt2attn.config import GPT2Config
 from gpt2attn.verify import verify
 
@@ -221,4 +222,4 @@ def note(line: str) -> None:
 
 
 if __name__ == "__main__":
-    typer.run(main)
+    run_script(main)

@@ -18,6 +18,7 @@ import torch
 import typer
 
 from gpt2attn.checkpoint import save_model
+from gpt2attn.cli import run_script
 from gpt2attn.config import GPT2Config
 from gpt2attn.model import GPT2
 from gpt2attn.tokenizer import Tokenizer
@@ -66,7 +67,8 @@ def main(
     ] = None,
     dtype: Annotated[DType, typer.Option(help="What the file holds.")] = DType.float32,
     std: Annotated[
-        float | None, typer.Option(help="Of the matrices.", show_default="1.7 / sqrt(n_embd)")
+        float | None,
+        typer.Option(min=0, help="Of the matrices.", show_default="1.7 / sqrt(n_embd)"),
     ] = None,
 ) -> None:
     """Write a seeded random checkpoint in Hugging Face format."""
@@ -82,4 +84,4 @@ def main(
 
 
 if __name__ == "__main__":
-    typer.run(main)
+    run_script(main)

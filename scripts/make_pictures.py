@@ -16,6 +16,7 @@ import typer
 import gpt2attn
 from gpt2attn.analysis import context_drift
 from gpt2attn.capture import STAGES
+from gpt2attn.cli import run_script
 from gpt2attn.files import replacing
 from gpt2attn.render.image import drift_figure, figure_bytes, maps_figure
 
@@ -55,4 +56,4 @@ def main(
 
 
 if __name__ == "__main__":
-    typer.run(main)
+    run_script(main)

@@ -21,6 +21,7 @@ from playwright.sync_api import Page, sync_playwright
 import gpt2attn
 from gpt2attn.analysis import measure_heads, value_weighted
 from gpt2attn.capture import STAGES
+from gpt2attn.cli import run_script
 from gpt2attn.language_model import LanguageModel
 from gpt2attn.render.html import render_page
 
@@ -96,4 +97,4 @@ def main(
 
 
 if __name__ == "__main__":
-    typer.run(main)
+    run_script(main)

@@ -20,6 +20,8 @@ from typing import Annotated
 
 import typer
 
+from gpt2attn.cli import run_script
+
 ROOT = Path(__file__).parents[1]
 REQUIREMENTS = ("transformers>=4.57,<4.58", "huggingface_hub>=0.34,<1", "torch>=2.10,<2.14")
 
@@ -63,4 +65,4 @@ def make_environment(folder: Path) -> Path:
 
 
 if __name__ == "__main__":
-    typer.run(main)
+    run_script(main)

@@ -10,6 +10,7 @@ import os
 import sys
 import tempfile
 import traceback
+from collections.abc import Callable
 from dataclasses import dataclass
 from unittest import mock
 
@@ -51,8 +52,8 @@ def run_forked(*arguments: str, stdout: int) -> Result:
         return Result(os.waitstatus_to_exitcode(result), "", messages.read().decode("utf-8"))
 
 
-def run(*arguments: str, stdin: bytes = b"") -> Result:
-    """`gpt2attn ARGUMENTS` with `stdin` piped in."""
+def run(*arguments: str, stdin: bytes = b"", program: Callable[[], object] = main) -> Result:
+    """`gpt2attn ARGUMENTS`, or another program's, with `stdin` piped in."""
     out, err = (io.TextIOWrapper(io.BytesIO(), encoding="utf-8") for _ in range(2))
     source = io.TextIOWrapper(io.BytesIO(stdin), encoding="utf-8")
     status = 0
@@ -63,7 +64,7 @@ def run(*arguments: str, stdin: bytes = b"") -> Result:
         contextlib.redirect_stderr(err),
     ):
         try:
-            main()
+            program()
         except SystemExit as stop:
             status = stop.code or 0
     texts = []

@@ -8,10 +8,12 @@ from types import ModuleType
 
 import pytest
 import torch
+from cli_runner import refused, run
 from transformers import GPT2LMHeadModel
 from typer.testing import CliRunner
 
 import gpt2attn
+from gpt2attn.cli import run_script
 from gpt2attn.config import GPT2Config
 
 CONFIGS = Path(__file__).parents[1] / "configs"
@@ -73,6 +75,13 @@ def test_options_reach_the_file(make_checkpoint: ModuleType, tmp_path: Path) -> 
     values = json.loads((tmp_path / "config.json").read_text())
     assert (values["n_layer"], values["torch_dtype"]) == (2, "bfloat16")
     assert len(gpt2attn.load_model(tmp_path).h) == 2
+
+
+def test_a_mistake_is_one_sentence(make_checkpoint: ModuleType, tmp_path: Path) -> None:
+    """In this script as in all that are run by `run_script`."""
+    (tmp_path / "file").touch()
+    result = run("tiny", tmp_path / "file", program=lambda: run_script(make_checkpoint.main))
+    refused(result, "cannot save the model in", "File exists")
 
 
 def test_weights_are_seeded_and_wide(make_checkpoint: ModuleType) -> None:

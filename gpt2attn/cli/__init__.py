@@ -14,7 +14,7 @@ import signal
 import sys
 import threading
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from io import TextIOWrapper
 from types import FrameType
@@ -90,24 +90,33 @@ def _program(
         raise typer.Exit
 
 
-def main() -> None:
+def run_script(function: Callable[..., None]) -> None:
+    """Run a script of one function, its parameters the options, as `main` runs the program."""
+    script = typer.Typer(
+        add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False
+    )
+    script.command()(function)
+    main(script)
+
+
+def main(program: Callable[[], object] = app) -> None:
     """Run the program; never shows a traceback for what a user can cause."""
     _open_streams()
     warnings.showwarning = lambda message, *_: note(f"note: {one_line(str(message))}")
     status = 0
     try:
         with _ended_by_signals() as received:
-            status = _run(received)
+            status = _run(program, received)
     except KeyboardInterrupt:  # in the instant after the work
         status = 130
     sys.exit(status)
 
 
-def _run(received: list[int]) -> int:
+def _run(program: Callable[[], object], received: list[int]) -> int:
     """Run the command that the arguments name; its exit status. `received` are signals."""
     try:
         try:
-            app()
+            program()
             status = 0
         except SystemExit as stop:
             # Versions of typer end on these themselves, each in its way.
