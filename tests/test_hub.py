@@ -32,6 +32,8 @@ except hub.HubError as error:
 answer |= {"notes": notes, "seconds": time.perf_counter() - start, "torch": "torch" in sys.modules}
 print(json.dumps(answer))
 """
+# Seconds: the Hub's client waits 10 for an answer; to import it takes up to 2 on a busy machine.
+AT_ONCE = 6
 # Nothing listens on the discard port of a test machine.
 NOWHERE = "127.0.0.1:9"
 # More than one of huggingface_hub's 10 MiB chunks, so that a part of it reaches the disk.
@@ -230,7 +232,7 @@ def test_no_network(server, ask):
         NOWHERE,
         "Connection refused",
     )
-    assert answer["seconds"] < 2
+    assert answer["seconds"] < AT_ONCE
     newest = one_sentence(ask("gpt2", call="download", **dead), folder, "Connection refused")
     assert "still works" in newest
     assert server.requests == []
@@ -242,7 +244,7 @@ def test_dead_proxy_is_named_without_its_password(ask):
     answer = ask("gpt2", HF_ENDPOINT="http://hub.invalid", HTTP_PROXY=proxy, http_proxy=proxy)
     message = one_sentence(answer, "http://hub.invalid", f"proxy {NOWHERE}")
     assert "secret" not in message
-    assert answer["seconds"] < 2
+    assert answer["seconds"] < AT_ONCE
 
 
 def test_no_socket_is_opened_without_need(server, ask):
@@ -622,7 +624,7 @@ def test_d58_broken_cache_is_diagnosed_offline(damage, words, tmp_path, monkeypa
     start = time.perf_counter()
     with pytest.raises(hub.HubError) as caught:
         hub.resolve("a/gpt2")
-    assert time.perf_counter() - start < 2
+    assert time.perf_counter() - start < AT_ONCE
     assert words in str(caught.value)
     assert "--model pocket" in str(caught.value)
 
