@@ -7,6 +7,7 @@ token and row (73,728 bytes a token for GPT-2 small in float32).
 
 from __future__ import annotations
 
+import operator
 from typing import TYPE_CHECKING
 
 import torch
@@ -42,8 +43,9 @@ class KVCache:
                 f"A cache needs at least one row and one position, not {batch_size} and {max_len}."
             )
         shape = (config.n_layer, batch_size, config.n_head, max_len, config.head_dim)
-        self.keys = torch.empty(shape, dtype=dtype, device=device)
-        self.values = torch.empty(shape, dtype=dtype, device=device)
+        with torch.inference_mode(False):  # whose tensors only it may write into, later too
+            self.keys = torch.empty(shape, dtype=dtype, device=device)
+            self.values = torch.empty(shape, dtype=dtype, device=device)
         self.length = 0
         self.padded = False  # some row holds padding, so every later pass needs the mask again
 
@@ -107,7 +109,8 @@ class KVCache:
         """Forget everything from position `length` on."""
         if not 0 <= length <= self.length:
             raise ValueError(f"Cannot cut a cache of {self.length} tokens to {length}.")
-        self.length = length
+        self.length = operator.index(length)
+        self.padded = self.padded and self.length > 0
 
     def fork(self) -> KVCache:
         """An independent copy, for a second continuation of the same text."""
@@ -123,7 +126,8 @@ class KVCache:
         new = object.__new__(KVCache)
         for name in ("keys", "values"):
             old = getattr(self, name)
-            buffer = old.new_empty((old.shape[0], len(rows), *old.shape[2:]))
+            with torch.inference_mode(False):
+                buffer = old.new_empty((old.shape[0], len(rows), *old.shape[2:]))
             buffer[:, :, :, : self.length] = old[:, :, :, : self.length].index_select(1, index)
             setattr(new, name, buffer)
         new.length, new.padded = self.length, self.padded

@@ -159,3 +159,26 @@ def test_memory_is_what_the_lesson_says():
     assert cache.keys.shape == (12, 1, 12, 1024, 64)
     with pytest.raises(ValueError, match="at least one row and one position"):
         KVCache(GPT2Config(), max_len=0)
+
+
+def test_an_emptied_cache_holds_no_padding(model, ids):
+    mask = torch.ones(2, 6, dtype=torch.long)
+    mask[0, :2] = 0
+    cache = KVCache.for_model(model, 2)
+    model(ids, cache=cache, attention_mask=mask)
+    cache.truncate(1)
+    with pytest.raises(ValueError, match="holds padding"):
+        model(ids, cache=cache)
+    cache.truncate(0)
+    assert torch.equal(model(ids, cache=cache), model(ids, cache=KVCache.for_model(model, 2)))
+    with pytest.raises(TypeError):
+        cache.truncate(1.5)
+
+
+def test_a_cache_of_inference_mode_goes_on_outside(model, ids):
+    with torch.inference_mode():
+        cache = KVCache.for_model(model, 2)
+        model(ids[:, :3], cache=cache)
+        other = cache.fork()
+    for one in (cache, other):
+        torch.testing.assert_close(model(ids[:, 3:], cache=one), model(ids)[:, 3:], **CLOSE)
