@@ -131,6 +131,7 @@ class GPT2Config:
             raise ConfigError(f"layer_norm_epsilon must be a number, not {short(epsilon)}.")
         if not (math.isfinite(epsilon) and epsilon > 0):
             raise ConfigError(f"layer_norm_epsilon must be positive and finite, not {epsilon!r}.")
+        object.__setattr__(self, "layer_norm_epsilon", float(epsilon))  # transformers insists on it
         for key in (
             "scale_attn_weights",
             "scale_attn_by_inverse_layer_idx",

@@ -60,6 +60,11 @@ def test_transformers_reads_back_what_to_dict_gives(tmp_path: Path) -> None:
     assert GPT2Config.from_file(path) == ours
 
 
+def test_a_whole_number_as_epsilon_is_written_as_transformers_takes_it(tmp_path: Path) -> None:
+    write(tmp_path, GPT2Config(layer_norm_epsilon=1).to_dict())
+    assert transformers.GPT2Config.from_pretrained(tmp_path).layer_norm_epsilon == 1
+
+
 def test_a_config_that_transformers_writes_raises_no_warning(tmp_path: Path) -> None:
     transformers.GPT2Config(n_layer=3).save_pretrained(tmp_path)
     assert GPT2Config.from_file(tmp_path / "config.json").n_layer == 3
