@@ -33,6 +33,7 @@ _OTHER_TOKENIZERS = {
     "tokenizer.model": "SentencePiece",
     "vocab.txt": "WordPiece",
 }
+_OLDER_NAMES = {"encoder.json": "vocab.json", "vocab.bpe": "merges.txt"}  # OpenAI's own
 _ROLES = ("bos", "eos", "unk", "sep", "pad", "cls", "mask")
 
 
@@ -134,6 +135,10 @@ def _describe_missing(folder: Path, missing: list[str]) -> str:
         for name, kind in _OTHER_TOKENIZERS.items()
         if (folder / name).is_file()
     ]
+    older = [name for name, new in _OLDER_NAMES.items() if new in missing]
+    if all((folder / name).is_file() for name in older):
+        renamed = " and ".join(f"{name} to {_OLDER_NAMES[name]}" for name in older)
+        return f"{folder} has no {' and no '.join(missing)}; rename {renamed}."
     return (
         f"{folder} has no {' and no '.join(missing)} (and no tokenizer.json): "
         f"{'; '.join(other) or 'text needs a byte-level BPE vocabulary'}; use ids instead."

@@ -879,6 +879,10 @@ def test_added_tokens_that_would_have_other_ids_are_refused(
         ({"merges_txt": merges_text()}, "has no vocab.json"),
         ({"spiece_model": b"\x0a"}, "spiece.model is a SentencePiece vocabulary"),
         ({"vocab_txt": "[PAD]\n"}, "vocab.txt is a WordPiece vocabulary"),
+        (
+            {"encoder_json": small_vocab(), "vocab_bpe": merges_text()},
+            "rename encoder.json to vocab.json and vocab.bpe to merges.txt",
+        ),
     ],
 )
 def test_folder_without_a_usable_tokenizer(
