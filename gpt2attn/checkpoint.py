@@ -110,22 +110,17 @@ def load_model(
     Raises CheckpointError or ConfigError, naming every tensor that is missing, unexpected or
     misshapen, before any data is read.
     """
-    device = torch.device(device)
+    device = _checked_device(device)
     only_stored = kernels == "auto" and device.type == "cpu" and dtype in STORED
     if dtype not in DTYPES.values() and not only_stored:
         raise ValueError(
-            f"dtype must be float32, float64, float16 or bfloat16, not {dtype}; int8 is there with "
-            'kernels="auto" on the CPU.'
+            "dtype must be float32, float64, float16 or bfloat16 of torch (torch.float32 ...), not "
+            f'{dtype!r}; int8 is there with kernels="auto" on the CPU.'
         )
-    if device.type == "cuda" and not torch.cuda.is_available():
-        raise ValueError(f"device {device} was asked for, but torch finds no CUDA here; use cpu.")
     folder = resolve(name, revision=revision).folder
     config = read_config(folder)
     with open_tensors(folder, allow_pickle=allow_pickle) as entries:
-        chosen, copies = _by_module_name(entries, folder, config)
-        with torch.device("meta"):
-            model = GPT2(config)
-        _check_tensors(model, chosen, copies, folder)
+        model, chosen, copies = fitted(entries, folder, config)
         _check_copies(chosen, copies, folder)
         computed = torch.float32 if only_stored else dtype
         state = {key: chosen[key].read().to(device, computed) for key in model.state_dict()}
@@ -149,13 +144,16 @@ def save_model(model: GPT2, folder: str | os.PathLike[str]) -> None:
     final name and then renamed, so `folder` may be the one that `model` was loaded from. Raises
     OSError, with one sentence and the path, if they cannot be written.
     """
-    folder = Path(folder)
+    folder = Path(folder).expanduser()
     if model.table.scale is not None:
         raise ValueError("int8 weights are not saved: load the model with another dtype first.")
-    tensors = {
-        key if key.startswith("lm_head.") else f"transformer.{key}": tensor.contiguous()
-        for key, tensor in model.state_dict().items()
-    }
+    tensors = {}
+    places = set()
+    for key, tensor in model.state_dict().items():
+        name = key if key.startswith("lm_head.") else f"transformer.{key}"
+        # safetensors refuses one tensor under two names: a head that was tied to the embedding.
+        tensors[name] = tensor.clone() if tensor.data_ptr() in places else tensor.contiguous()
+        places.add(tensor.data_ptr())
     dtype = str(model.dtype).removeprefix("torch.")
     config = json.dumps({**model.config.to_dict(), "torch_dtype": dtype}, indent=2) + "\n"
     try:
@@ -213,6 +211,16 @@ def open_tensors(folder: Path, *, allow_pickle: bool = False) -> Iterator[dict[s
                 raise CheckpointError(f"{path} repeats {listed(twice)} from another shard.")
             entries |= found
         yield entries
+
+
+def _checked_device(device: torch.device | str) -> torch.device:
+    try:
+        device = torch.device(device)
+    except RuntimeError:
+        raise ValueError(f"device must be one of torch's, such as cpu, not {device!r}.") from None
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise ValueError(f"device {device} was asked for, but torch finds no CUDA here; use cpu.")
+    return device
 
 
 @contextmanager
@@ -303,6 +311,21 @@ def _is_plain(pickle: BinaryIO) -> bool:
     )
 
 
+def fitted(
+    entries: Mapping[str, Entry], folder: Path, config: GPT2Config
+) -> tuple[GPT2, dict[str, Entry], list[tuple[str, Entry]]]:
+    """A model without data, its entries under its names, and second copies of some of them.
+
+    Raises CheckpointError, naming every tensor that is missing, unexpected or misshapen. Reads no
+    data.
+    """
+    chosen, copies = _by_module_name(entries, folder, config)
+    with torch.device("meta"):
+        model = GPT2(config)
+    _check_tensors(model, chosen, copies, folder)
+    return model, chosen, copies
+
+
 def _by_module_name(
     entries: Mapping[str, Entry], folder: Path, config: GPT2Config
 ) -> tuple[dict[str, Entry], list[tuple[str, Entry]]]:
@@ -329,7 +352,7 @@ def _by_module_name(
         else:
             chosen[name] = entry
     if others:
-        warnings.warn(f"{folder}: other heads are not used: {listed(others)}.", stacklevel=3)
+        warnings.warn(f"{folder}: other heads are not used: {listed(others)}.", stacklevel=4)
     return chosen, copies
 
 
@@ -419,7 +442,16 @@ def _what_is_there(folder: Path) -> str:
     ]
     if not found:
         return f"; it needs {CONFIG} and {WEIGHTS}" if any(folder.iterdir()) else ": it is empty"
+    if any(folder.glob("adapter_*")):
+        return (
+            ", but an adapter (LoRA), which is no model by itself; merge it into the model that it "
+            "was made for (merge_and_unload) and save that"
+        )
     text = f", but {' and '.join(found)} files; get the model in safetensors format"
+    if found == ["differently named safetensors"]:
+        text += (
+            f" under that name, not {listed(path.name for path in folder.glob('*.safetensors'))}"
+        )
     if (folder / "encoder.json").is_file():
         text += " (encoder.json and vocab.bpe are vocab.json and merges.txt under older names)"
     return text

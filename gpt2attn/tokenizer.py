@@ -183,7 +183,7 @@ class Tokenizer:
 
         Raises ValueError if the folder holds another tokenizer file, which would change the ids.
         """
-        folder = Path(folder)
+        folder = Path(folder).expanduser()
         folder.mkdir(parents=True, exist_ok=True)
         # What would be read before or beside our files; next to tokenizer.json the pair is not.
         for name in ("tokenizer.json", *SIDE_NAMES):

@@ -35,6 +35,7 @@ from gpt2attn.checkpoint import CheckpointError, load_model, open_tensors, save_
 from gpt2attn.config import ACTIVATIONS, ConfigError, GPT2Config
 from gpt2attn.kernels import KERNELS
 from gpt2attn.model import GPT2
+from gpt2attn.tokenizer import Tokenizer
 from gpt2attn.untrusted import HEADER_LIMIT, check_header, listed
 
 IDS = torch.tensor([[5, 60, 3, 66, 0, 17, 17, 2], [1, 1, 40, 9, 33, 8, 64, 21]])
@@ -467,6 +468,13 @@ def test_device_that_is_not_there(tiny_folder: Path) -> None:
         load_model(tiny_folder, device="cuda")
 
 
+def test_what_is_no_device_and_no_dtype(tiny_folder: Path) -> None:
+    with pytest.raises(ValueError, match="device must be one of torch's, such as cpu, not 'gpu'"):
+        load_model(tiny_folder, device="gpu")
+    with pytest.raises(ValueError, match=r"torch.float32 \.\.\.\), not 'float16'"):
+        load_model(tiny_folder, dtype="float16")
+
+
 # Files and folders.
 
 
@@ -485,6 +493,11 @@ def test_device_that_is_not_there(tiny_folder: Path) -> None:
         (("config.json", "onnx/decoder.onnx"), "no model.safetensors, but ONNX files"),
         (("config.json", "model.pt"), "no model.safetensors, but PyTorch pickle files"),
         (("config.json", "adapter.safetensors"), "but differently named safetensors files"),
+        (("config.json", "model.fp16.safetensors"), r"under that name, not model.fp16.safetensors"),
+        (
+            ("adapter_config.json", "adapter_model.safetensors"),
+            r"but an adapter \(LoRA\).*merge it",
+        ),
         (("config.json",), "no model.safetensors; it needs config.json and model.safetensors"),
     ],
 )
@@ -983,6 +996,24 @@ def test_d27_saving_round_trips(tmp_path: Path, dtype: torch.dtype, tied: bool) 
     assert {tensor.dtype for tensor in saved.values()} == {dtype}
     reference = GPT2LMHeadModel.from_pretrained(tmp_path / "deep" / "second")
     assert reference.dtype == dtype  # config.json says so
+
+
+def test_one_tensor_under_two_names_is_saved_under_both(tmp_path: Path) -> None:
+    model = load_model(write_checkpoint(tmp_path, {"tie_word_embeddings": False}))
+    model.lm_head.weight, model.h[1].ln_1.bias = model.wte.weight, model.h[0].ln_1.bias
+    save_model(model, tmp_path)
+    assert torch.equal(load_model(tmp_path)(IDS), model(IDS))
+    torch.testing.assert_close(oracle(tmp_path), model(IDS), rtol=0, atol=1e-4)
+
+
+def test_saving_and_loading_read_a_name_alike(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    save_model(load_model(folder), "~/saved")
+    Tokenizer.gpt2().save("~/saved")
+    assert (tmp_path / "saved" / "vocab.json").is_file()
+    assert torch.equal(logits("~/saved"), logits(folder))
 
 
 def test_saving_over_the_folder_it_was_loaded_from(folder: Path) -> None:

@@ -273,6 +273,14 @@ class TestInfo:
         facts = json.loads(run("info", "-m", tmp_path, "--json").stdout)
         assert facts["kernels"] == "torch (the activation is relu)"
 
+    def test_files_that_the_config_does_not_describe_are_no_model(self, tmp_path):
+        write_checkpoint(tmp_path)
+        config = json.loads((tmp_path / "config.json").read_text())
+        (tmp_path / "config.json").write_text(json.dumps({**config, "n_layer": 12}))
+        result = run("info", "-m", tmp_path)
+        assert result.status == 2
+        assert "n_layer is 12, but the number of blocks is: 3" in result.stderr
+
 
 class TestKernels:
     EXACT = ("attention", "trace", "heads", "neighbours", "drift", "lens", "explain", "verify")

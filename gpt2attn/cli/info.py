@@ -54,19 +54,16 @@ def _kernels(config: GPT2Config) -> str:
 
 
 def _facts(model: str, revision: str | None, allow_pickle: bool) -> dict[str, Any]:
-    import torch
-
-    from ..checkpoint import open_tensors, read_config, weight_files
+    from ..checkpoint import fitted, open_tensors, read_config, weight_files
     from ..files import sha256
     from ..hub import resolve
-    from ..model import GPT2
 
     source = resolve(model, revision=revision, notify=note)
     config = read_config(source.folder)
     files = weight_files(source.folder, allow_pickle=allow_pickle)
-    with torch.device("meta"):
-        parameters = sum(p.numel() for p in GPT2(config).parameters())
     with open_tensors(source.folder, allow_pickle=allow_pickle) as entries:
+        whole, *_ = fitted(entries, source.folder, config)
+        parameters = sum(p.numel() for p in whole.parameters())
         types = sorted({entry.dtype for entry in entries.values()})
     cache_bytes = 2 * config.n_layer * config.n_embd * 4
     return {
