@@ -130,7 +130,8 @@ def load_model(
     if only_stored:
         del state
         store_weights(model, dtype)
-        nonfinite |= _nonfinite(model.state_dict())  # too large for 16 bits
+        if dtype.is_floating_point:  # too large for 16 bits
+            nonfinite |= _nonfinite(model.state_dict())
     if nonfinite:
         _report_nonfinite(nonfinite, model, chosen, folder, allow_nonfinite)
     use_kernels(model, kernels)
