@@ -35,7 +35,18 @@ TOKENIZER_FILES = (
     "special_tokens_map.json",
 )
 # How other checkpoint formats end, to say what a repository without safetensors has instead.
-_OTHER_WEIGHTS = (".bin", ".pt", ".pth", ".ckpt", ".h5", ".msgpack", ".ot", ".onnx", ".gguf")
+_OTHER_WEIGHTS = (
+    ".safetensors",
+    ".bin",
+    ".pt",
+    ".pth",
+    ".ckpt",
+    ".h5",
+    ".msgpack",
+    ".ot",
+    ".onnx",
+    ".gguf",
+)
 
 BUILT_IN = {"pocket": Path(__file__).parent / "data" / "pocket"}
 
@@ -132,6 +143,8 @@ def _local(name: str | os.PathLike[str], revision: str | None) -> Source | None:
     text = os.fspath(name)
     if not text.strip():
         raise HubError(f"the model's name is empty; {_ELSE} or a Hub name such as gpt2")
+    if revision is not None and not revision.strip():
+        raise HubError("the revision is empty; leave it out, or give a branch, a tag or a commit")
     path = Path(os.path.abspath(os.path.expanduser(text)))
     if os.path.isdir(path):
         source = Source(path, text, None)
@@ -144,6 +157,8 @@ def _local(name: str | os.PathLike[str], revision: str | None) -> Source | None:
                 f"the built-in model {text!r} is missing from this installation (no folder "
                 f"{source.folder}); reinstall gpt2attn"
             )
+    elif "://" in text:
+        raise HubError(f"model {text!r} is an address; give the owner/name in it alone, or {_ELSE}")
     elif not isinstance(name, str) or _looks_like_path(text):
         raise HubError(f"model {text!r} is not there: no folder {path}; check the path, or {_ELSE}")
     else:
@@ -280,9 +295,12 @@ def _fetch(name: str, revision: str | None, copy: _Copy, notify: Notify | None) 
 
 def _unfit(offered: dict[str, RepoSibling]) -> str | None:
     """Why a repository with these files cannot be used, if so."""
+    has_weights = WEIGHTS in offered or INDEX in offered
+    if not has_weights and any(file.startswith("adapter_") for file in offered):
+        return "has only an adapter (LoRA), which is no model by itself"
     if CONFIG not in offered:
         return f"has no {CONFIG}"
-    if WEIGHTS in offered or INDEX in offered:
+    if has_weights:
         return None
     others = sorted(file for file in offered if file.endswith(_OTHER_WEIGHTS))
     return f"has no {WEIGHTS}, only {', '.join(others) or 'files without weights'}"

@@ -424,6 +424,10 @@ def test_repository_whose_index_leads_outside_or_nowhere(server, ask):
 def test_repository_without_safetensors(server, ask):
     server.add("old/gpt2", {"config.json": b"{}"} | OTHERS)
     one_sentence(ask("old/gpt2"), "no model.safetensors, only pytorch_model.bin, tf_model.h5")
+    server.add("half/gpt2", {"config.json": b"{}", "model.fp16.safetensors": b""})
+    one_sentence(ask("half/gpt2"), "no model.safetensors, only model.fp16.safetensors")
+    server.add("tuned/gpt2", {"adapter_config.json": b"{}", "adapter_model.safetensors": b""})
+    one_sentence(ask("tuned/gpt2"), "only an adapter (LoRA), which is no model by itself")
     server.add("empty/gpt2", {"README.md": b""})
     one_sentence(ask("empty/gpt2"), "no config.json")
     assert server.fetched() == []
@@ -528,6 +532,10 @@ def test_names_that_are_no_folder(tmp_path):
         hub.resolve(path)
     with pytest.raises(hub.HubError, match="name is empty"):
         hub.resolve(" ")
+    with pytest.raises(hub.HubError, match="revision is empty; leave it out"):
+        hub.resolve("gpt2", revision="")
+    with pytest.raises(hub.HubError, match="is an address; give the owner/name in it alone"):
+        hub.resolve("https://hub.example/openai-community/gpt2")
 
 
 @pytest.mark.parametrize("file", ["config.json", "tokenizer.json", "model.safetensors"])

@@ -41,7 +41,7 @@ def is_gpt2_small(model: GPT2) -> bool:
     if (config.n_layer, config.n_head, config.n_embd) != (12, 12, 768):
         return False
     start = model.wpe.weight[0, : len(_GPT2_SMALL_WPE)].float().cpu()
-    return torch.allclose(start, torch.tensor(_GPT2_SMALL_WPE), rtol=0, atol=1e-3)
+    return torch.allclose(start, start.new_tensor(_GPT2_SMALL_WPE), rtol=0, atol=1e-3)
 
 
 @torch.no_grad()
