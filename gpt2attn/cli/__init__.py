@@ -54,7 +54,6 @@ app = typer.Typer(
         "Start without a download:  gpt2attn generate 'Once upon a time' --model pocket"
     ),
     no_args_is_help=True,
-    add_completion=False,
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["--help", "-h"]},
