@@ -5,7 +5,7 @@ each line.
 from __future__ import annotations
 
 import json
-from codecs import BOM_UTF8
+from codecs import BOM_UTF8, BOM_UTF16_BE, BOM_UTF16_LE
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import NamedTuple, TypeVar
@@ -40,9 +40,19 @@ def read_records(path: Path) -> Iterator[Record]:
             try:
                 line = raw.decode("utf-8").removesuffix("\n").removesuffix("\r")
             except UnicodeDecodeError as error:
-                raise ValueError(f"{path}, line {number}, is not UTF-8: {error.reason}.") from None
+                hint = utf16_hint(raw) if number == 1 else ""
+                raise ValueError(
+                    f"{path}, line {number}, is not UTF-8: {error.reason}{hint}."
+                ) from None
             if line and not line.isspace():
                 yield Record(number, _json_text(line, path, number) if is_json else line)
+
+
+def utf16_hint(raw: bytes) -> str:
+    """For the end of a message that `raw`, which begins a file, is not UTF-8."""
+    # `>` of Windows PowerShell 5 writes such files.
+    is_utf16 = raw.startswith((BOM_UTF16_LE, BOM_UTF16_BE))
+    return "; it seems to be UTF-16, so save it as UTF-8" if is_utf16 else ""
 
 
 def _json_text(line: str, path: Path, number: int) -> str:

@@ -342,4 +342,6 @@ def start(
 def spellings(tokenizer: Tokenizer, words: str | Sequence[str]) -> list[list[int]]:
     """Token ids of words, each with and without a space before it."""
     words = (words,) if isinstance(words, str) else words
+    if "" in words:
+        raise ValueError("A banned word must be text of at least one character.")
     return [tokenizer.encode(space + word) for word in words for space in ("", " ")]

@@ -13,7 +13,7 @@ import pytest
 import torch
 from cli_runner import refused, run
 
-from gpt2attn import AttentionMaps, LanguageModel, text_generation
+from gpt2attn import AttentionMaps, LanguageModel, cli, text_generation
 from gpt2attn.cli.generate_output import Output
 from gpt2attn.cli.generate_session import converse
 from gpt2attn.kernels.step import CompiledStep
@@ -295,13 +295,35 @@ class TestInteractive:
         again = lm.generate([*lm.encode("one"), *ids, *lm.encode(" two")], 4, temperature=0)
         assert shown.endswith(again.text + "\n")
 
-    def converse(self, lm, monkeypatch):
+    def test_on_a_terminal_ctrl_c_ends_every_turn_that_it_comes_in(self, lm, monkeypatch):
+        # By real signals, under the program's own handler, which a second one would end at once.
+        parent, child = pty.openpty()
+        os.write(parent, b" two\n three\n\x04")
+        step = text_generation.TextRow.take
+
+        def interrupted(row):
+            if len(row.row.ids) == 2:
+                signal.raise_signal(signal.SIGINT)
+            return step(row)
+
+        monkeypatch.setattr(text_generation.TextRow, "take", interrupted)
+        with os.fdopen(child, "r") as terminal, cli._ended_by_signals() as received:
+            own = signal.getsignal(signal.SIGINT)
+            monkeypatch.setattr(sys, "stdin", terminal)
+            notes, _ = self.converse(lm, monkeypatch, "one")
+            assert signal.getsignal(signal.SIGINT) == own
+        os.close(parent)
+        assert notes.count("interrupted; the text so far stays") == 3
+        assert notes.splitlines()[-1] == "9 tokens in all"
+        assert not received
+
+    def converse(self, lm, monkeypatch, text=""):
         """What goes to stderr and to stdout."""
         streams = {name: io.StringIO() for name in ("stderr", "stdout")}
         for name, stream in streams.items():
             monkeypatch.setattr(sys, name, stream)
         session = lm.session(temperature=0)
-        converse(session, Output(lm, "tiny", as_json=False), "", 4)
+        converse(session, Output(lm, "tiny", as_json=False), text, 4)
         return (stream.getvalue() for stream in streams.values())
 
 
@@ -336,6 +358,40 @@ class TestOverflow:
         with torch.no_grad():
             first = int(lm.model([lm.encode(text)[-64:]])[0, -1].argmax())
         assert slid["ids"][0] == first
+
+
+def test_an_interruption_tells_the_seed(folder, monkeypatch):
+    monkeypatch.setattr(
+        text_generation.TextRow, "take", lambda row: signal.raise_signal(signal.SIGINT)
+    )
+    result = run("generate", "one", "-m", folder, "--seed", "7")
+    assert (result.status, result.stderr) == (130, "\ninterrupted. The seed was 7.\n")
+
+
+def test_options_without_effect_are_told(folder):
+    model = ("one", "-m", folder, "-n", "2")
+    for option, value in (("--length-penalty", "2"), ("--early-stopping", "true")):
+        refused(run("generate", *model, option, value), f"{option} goes with --num-beams")
+    for option in ("--layers", "--heads"):
+        refused(run("generate", *model, option, "0"), f"{option} goes with --attention")
+    refused(run("generate", *model, "--num-return-sequences", "2"), "--num-samples draws several")
+    beams = ("generate", *model, "--num-beams", "2")
+    refused(run(*beams, "--num-return-sequences", "3"), "is 3, more than --num-beams, 2")
+    drawn = run(*beams, "-t", "1.5", "--top-p", "0.5")
+    assert drawn.status == 0
+    assert "without effect: --temperature, --top-p." in drawn.stderr
+    assert "without effect" not in run(*beams, "-t", "0").stderr
+
+
+def test_outputs_are_refused_before_any_work(folder, tmp_path):
+    path = tmp_path / "a.jsonl"
+    path.write_text('"one"\n', encoding="utf-8")
+    many = ("generate", "--input", path, "-m", folder, "--force", "--out")
+    refused(run(*many, path), "is the input too and would be overwritten")
+    refused(run(*many, tmp_path / "no" / "b.jsonl"), "does not exist; make it first")
+    maps = ("generate", "--prompt-file", path, "-m", folder, "--attention")
+    refused(run(*maps, tmp_path / "no" / "b.npz"), "does not exist; make it first")
+    assert path.read_text(encoding="utf-8") == '"one"\n'
 
 
 def test_alternatives_need_a_place(folder):

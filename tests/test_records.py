@@ -38,6 +38,7 @@ def test_a_mark_of_utf8_is_no_text(tmp_path):
     [
         ("a.csv", b"", r"must end in \.txt"),
         ("a.txt", b"ok\n\xff\n", "line 2, is not UTF-8"),
+        ("a.txt", "ok\n".encode("utf-16"), "it seems to be UTF-16, so save it as UTF-8"),
         ("a.jsonl", b"{", "line 1, is not JSON"),
         ("a.jsonl", b'"a"\n{"prompt": "x"}', r"line 2, needs a string or an object"),
         ("a.jsonl", b"[" * 100_000, "line 1, is not JSON"),

@@ -108,7 +108,7 @@ def attention(
     if workers > 1 or engine != "local":
         raise ValueError("--workers and --engine go with --input.")
     if out is not None:
-        check_out(out, force=force)
+        check_out(out, force=force, source=text_file)
     if text is None and text_file is None:
         text = STANDING_SENTENCE
     text = read_text(text, text_file, what="text")

@@ -8,10 +8,13 @@ from __future__ import annotations
 import json
 import re
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
+
+from ..records import utf16_hint
 
 if TYPE_CHECKING:
     from ..language_model import LanguageModel
@@ -112,6 +115,14 @@ def print_json(value: Any) -> None:
     print(text)
 
 
+def check_output(path: Path, inputs: Iterable[Path | None]) -> None:
+    """Raise ValueError, before any work, for an output that could not be written or is an input."""
+    if not path.parent.is_dir():
+        raise ValueError(f"The folder {path.parent} does not exist; make it first.")
+    if path.exists() and any(file and file.exists() and file.samefile(path) for file in inputs):
+        raise ValueError(f"{path} is the input too and would be overwritten; name another output.")
+
+
 def read_text(text: str | None, file: Path | None, *, what: str) -> str:
     """The text of an argument, a file or, with neither, stdin; nothing is stripped."""
     if text is not None and file is not None:
@@ -130,7 +141,8 @@ def _utf8(raw: bytes, where: str) -> str:
         return raw.decode("utf-8")
     except UnicodeDecodeError as error:
         raise ValueError(
-            f"{where} is not UTF-8 text: byte {error.start} is 0x{raw[error.start]:02x}."
+            f"{where} is not UTF-8 text: byte {error.start} is 0x{raw[error.start]:02x}"
+            f"{utf16_hint(raw)}."
         ) from None
 
 

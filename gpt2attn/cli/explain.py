@@ -18,6 +18,7 @@ from .common import (
     Model,
     Revision,
     Threads,
+    check_output,
     load_language_model,
     note,
     print_json,
@@ -85,7 +86,7 @@ def explain(
     Example:  gpt2attn explain --model pocket --out lesson.html
     """
     if out is not None:
-        _check_out(out, force, as_json)
+        _check_out(out, force, as_json, text_file)
     sections = parse_numbers(section, "--section")
     if text is None and text_file is None:
         text = SENTENCE
@@ -109,7 +110,7 @@ def explain(
         _write(lesson, out)
 
 
-def _check_out(out: Path, force: bool, as_json: bool) -> None:
+def _check_out(out: Path, force: bool, as_json: bool, source: Path | None) -> None:
     """Refuse before any work what cannot be written after it."""
     if as_json:
         raise ValueError("Give --out or --json, not both.")
@@ -117,8 +118,7 @@ def _check_out(out: Path, force: bool, as_json: bool) -> None:
         raise ValueError(f"{out} must end in .html or .md.")
     if out.exists() and not force:
         raise ValueError(f"{out} is already there; --force replaces it.")
-    if not out.parent.is_dir():
-        raise ValueError(f"The folder {out.parent} does not exist; make it first.")
+    check_output(out, [source])
 
 
 def _write(lesson: Lesson, out: Path) -> None:

@@ -21,6 +21,7 @@ from .common import (
     Revision,
     Special,
     Threads,
+    check_output,
     load_language_model,
     note,
     read_text,
@@ -133,19 +134,31 @@ def generate(
         "--stop": bool(stop),
         "--top-logprobs": top_logprobs > 0,
         "--lookup": lookup,
+        "--length-penalty": length_penalty != 1,
+        "--early-stopping": early_stopping != "false",
+        "--layers": layers is not None,
+        "--heads": heads is not None,
         "--prompt-file": prompt_file is not None,
         "a prompt": prompt is not None,
         "--json": as_json,
     }
     _check_together({name for name, value in given.items() if value})
+    if num_return_sequences > num_beams:
+        raise ValueError(
+            f"--num-return-sequences is {num_return_sequences}, more than --num-beams, {num_beams}"
+            + ("; without beams, --num-samples draws several." if num_beams == 1 else ".")
+        )
+    if num_beams > 1 and (idle := _idle_in_beams(options)):
+        note(f"note: beam search draws nothing; without effect: {', '.join(idle)}.")
     if (records is None) != (out is None):
         raise ValueError("--input FILE and --out FILE.jsonl go together.")
     if attention is not None:
-        check_out(attention, force=force)
+        check_out(attention, force=force, source=prompt_file)
     if out is not None:
         from ..jobs import check_result_path
 
         check_result_path(out, force=force)
+        check_output(out, [records])
     text = ""
     if records is None and not (interactive and prompt is None and prompt_file is None):
         text = read_text(prompt, prompt_file, what="prompt")
@@ -218,6 +231,12 @@ _EXCLUDES = {
     "--num-samples": ("--attention", "--lookup"),
     "--attention": ("--lookup",),
 }  # fmt: skip
+_NEEDS = {
+    "--length-penalty": "--num-beams",
+    "--early-stopping": "--num-beams",
+    "--layers": "--attention",
+    "--heads": "--attention",
+}
 
 
 def _check_together(given: set[str]) -> None:
@@ -227,8 +246,25 @@ def _check_together(given: set[str]) -> None:
             *most, last = others
             listed = f"neither {', '.join(most)} nor {last}" if most else f"no {last}"
             raise ValueError(f"{name} goes with {listed}.")
+    for name, other in _NEEDS.items():
+        if name in given and other not in given:
+            raise ValueError(f"{name} goes with {other}, and has no effect without.")
     if "--top-logprobs" in given and not given & {"--json", "--input"}:
         raise ValueError("--top-logprobs goes with --json or --input: text has no place for them.")
+
+
+def _idle_in_beams(options: dict[str, Any]) -> list[str]:
+    """The options that were given and that beam search has no use for; greedy ones are its own."""
+    from ..sampling import DEFAULT_TEMPERATURE, DEFAULT_TOP_K
+
+    idle = {
+        "--temperature": options["temperature"] not in (0, DEFAULT_TEMPERATURE),
+        "--top-k": options["top_k"] not in (0, 1, DEFAULT_TOP_K),
+        "--top-p": options["top_p"] != 1,
+        "--min-p": options["min_p"] != 0,
+        "--typical-p": options["typical_p"] != 1,
+    }
+    return [name for name, given in idle.items() if given]
 
 
 def _save_attention(result: Generation, path: Path) -> None:

@@ -10,7 +10,9 @@ import typer
 
 from .maps import SUFFIXES_HELP
 
-MaxNewTokens = Annotated[int, typer.Option("--max-new-tokens", "-n", min=0)]
+MaxNewTokens = Annotated[
+    int, typer.Option("--max-new-tokens", "-n", min=0, help="Not counting the prompt.")
+]
 Temperature = Annotated[float, typer.Option("--temperature", "-t", help="0 is greedy.")]
 TopK = Annotated[int, typer.Option(min=0, help="Keep the k likeliest tokens; 0 is off.")]
 TopP = Annotated[float, typer.Option(help="Keep the likeliest tokens of this mass; 1 is off.")]
@@ -41,7 +43,11 @@ Seed = Annotated[
     int | None, typer.Option(help="The same seed gives the same text.", show_default="drawn")
 ]
 Stop = Annotated[
-    list[str] | None, typer.Option(help="End before this text; may be given several times.")
+    list[str] | None,
+    typer.Option(
+        help="End before this text, taken as it stands ($'\\n' is a newline in bash); may be given "
+        "several times."
+    ),
 ]
 Lookup = Annotated[
     bool,

@@ -23,11 +23,14 @@ class Output:
         """Run a stream to its end, showing every step, `prompt` first if `echo`."""
         if echo:
             self._write(prompt)
-        for step in stream.steps():
-            if self._as_json:
-                self._print(self._step(step))
-            else:
-                self._write(step.text)
+        try:
+            for step in stream.steps():
+                if self._as_json:
+                    self._print(self._step(step))
+                else:
+                    self._write(step.text)
+        except KeyboardInterrupt:
+            raise KeyboardInterrupt(f"The seed was {stream.seed}.") from None
         self._write("\n")
         assert stream.generation is not None
         if self._as_json:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import signal
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
@@ -22,14 +24,10 @@ def converse(session: Session, output: Output, text: str, max_new_tokens: int) -
     """
     typed = sys.stdin.isatty()
     if text:
-        _turn(session, output, text, max_new_tokens, echo=True)
+        _turn(session, output, text, max_new_tokens, typed=typed, echo=True)
     for line in _typed_lines() if typed else _piped_lines():
         try:
-            _turn(session, output, line, max_new_tokens, echo=not typed)
-        except KeyboardInterrupt:
-            if not typed:
-                raise
-            note("\ninterrupted; the text so far stays")
+            _turn(session, output, line, max_new_tokens, typed=typed, echo=not typed)
         except ValueError as error:
             if not typed:
                 raise
@@ -37,11 +35,37 @@ def converse(session: Session, output: Output, text: str, max_new_tokens: int) -
     note(f"{len(session.ids)} tokens in all")
 
 
-def _turn(session: Session, output: Output, line: str, max_new_tokens: int, *, echo: bool) -> None:
+def _turn(
+    session: Session, output: Output, line: str, max_new_tokens: int, *, typed: bool, echo: bool
+) -> None:
     session.append(line)
     started = time.perf_counter()
-    result = output.stream(line, session.stream(max_new_tokens), echo=echo)
-    note(summary(result, time.perf_counter() - started))
+    try:
+        with _outlives_ctrl_c() if typed else contextlib.nullcontext():
+            result = output.stream(line, session.stream(max_new_tokens), echo=echo)
+    except KeyboardInterrupt:
+        if not typed:
+            raise
+        note("\ninterrupted; the text so far stays")
+    else:
+        note(summary(result, time.perf_counter() - started))
+
+
+@contextlib.contextmanager
+def _outlives_ctrl_c() -> Iterator[None]:
+    """Let Ctrl-C raise KeyboardInterrupt here, however often it comes.
+
+    The program's own handler is for a program that ends: after it, a second Ctrl-C kills.
+    """
+    before = signal.getsignal(signal.SIGINT)
+    if threading.current_thread() is not threading.main_thread() or before == signal.SIG_IGN:
+        yield
+        return
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 def _typed_lines() -> Iterator[str]:

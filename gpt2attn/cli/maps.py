@@ -5,6 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from .common import check_output
+
 if TYPE_CHECKING:
     from torch import Tensor
 
@@ -15,14 +17,18 @@ PICTURES = (".png", ".svg")
 PAGE = ".html"
 
 
-def check_out(path: Path, *, force: bool) -> None:
-    """Raise ValueError for a suffix that no format has, or a file that would be overwritten."""
+def check_out(path: Path, *, force: bool, source: Path | None) -> None:
+    """Raise ValueError for a suffix that no format has, or a file that could not be written.
+
+    `source` is the file that the text is read from, if it is.
+    """
     from ..dump import SUFFIXES
 
     if path.suffix.lower() not in (*SUFFIXES, *PICTURES, PAGE):
         raise ValueError(f"{path} must end in what it is to be: {SUFFIXES_HELP}.")
     if path.exists() and not force:
         raise ValueError(f"{path} is already there; --force replaces it.")
+    check_output(path, [source])
 
 
 def write_maps(maps: AttentionMaps, path: Path, *, value_norms: Tensor | None = None) -> None:
