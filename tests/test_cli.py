@@ -120,6 +120,8 @@ class TestGenerate:
         refused(run("generate", "a", "--prompt-file", tmp_path / "x", *model), "not both")
         refused(run("generate", "--prompt-file", tmp_path / "x", *model), "No such file")
         refused(run("generate", *model, stdin=b"ab\xff"), "stdin is not UTF-8 text: byte 2 is 0xff")
+        utf16 = "ab".encode("utf-16")
+        refused(run("generate", *model, stdin=utf16), "UTF-16, so save it as UTF-8")
         refused(run("generate", "a", "-t", "-1", *model), "temperature must be")
         refused(run("generate", "a", "--top-p", "1.5", *model), "top_p must be")
         refused(run("generate", "a", "--stop", "", *model), "stop string")
@@ -147,6 +149,10 @@ class TestTokens:
         assert run("tokens", "--ids", "16108, 4376 663").stdout == "Apple raised its\n"
         refused(run("tokens", "--ids", "1,x"), "--ids takes whole numbers")
         refused(run("tokens", "--ids", "60000"), "60000")
+
+    def test_ids_as_json_prints_them_and_without_a_text(self):
+        assert run("tokens", "--ids", "[464, 3290]", "-m", "pocket").stdout == "The dog\n"
+        refused(run("tokens", "a text", "--ids", "464", "-m", "pocket"), "--ids goes with neither")
 
     def test_json_and_the_special_switch(self):
         text = "a<|endoftext|> b"
@@ -342,6 +348,17 @@ class TestProgram:
         ]
         assert texts[0].replace("python -m gpt2attn", "gpt2attn") == texts[1]
         assert "generate" in texts[1]
+
+    def test_the_shell_completes_commands_and_options(self):
+        script = os.path.join(os.path.dirname(sys.executable), "gpt2attn")
+        for words, expected in (
+            ("gpt2attn gen", "generate"),
+            ("gpt2attn generate --num-b", "--num-beams"),
+        ):
+            asked = {"COMP_WORDS": words, "COMP_CWORD": str(words.count(" "))}
+            environment = os.environ | asked | {"_GPT2ATTN_COMPLETE": "complete_bash"}
+            result = subprocess.run([script], capture_output=True, text=True, env=environment)
+            assert result.stdout == f"{expected}\n"
 
     def test_help_costs_no_torch(self):
         result = self.call("--version", text=True)

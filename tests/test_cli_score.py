@@ -3,7 +3,9 @@
 import csv
 import json
 import math
+import os
 import re
+import threading
 
 import pytest
 from cli_runner import run
@@ -174,7 +176,7 @@ class TestSeveral:
     def test_lines_and_the_total(self, folder, files):
         result = done("--input", files[0], "--input", files[1], "-m", folder)
         header, *rows, total, mean = result.stdout.splitlines()
-        assert header.split() == ["tokens", "log-probability", "perplexity", "bits/byte", "text"]
+        assert header.split() == ["scored", "log-probability", "perplexity", "bits/byte", "text"]
         assert [row.split()[0] for row in rows] == ["2", "0", "3", "0"]
         assert rows[1].split()[2:] == ["-", "-", f"{files[0]}:3"]
         assert total.startswith("4 texts, 8 tokens, 5 scored: log-probability -")
@@ -217,13 +219,15 @@ class TestProtocols:
     def test_wikitext2(self, folder, lm, tmp_path):
         raw = tmp_path / "wiki.test.raw"
         raw.write_text(" \n = A title = \n \n Some words , \u2028 here . \n", encoding="utf-8")
+        windows = tmp_path / "windows.raw"
+        windows.write_bytes(raw.read_bytes().replace(b"\n", b"\r\n"))
         rows = ["", " = A title = \n", "", " Some words , \u2028 here . \n"]
         jsonl = tmp_path / "rows.jsonl"
         jsonl.write_text("".join(json.dumps({"text": row}) + "\n" for row in rows))
         text = "\n\n".join(rows)
         expected = score(lm.model, lm.encode(text), context=8, stride=4)
         n_words = 4 + 5 + 4  # each line's end is a word
-        for path in (raw, jsonl):
+        for path in (raw, windows, jsonl):
             options = ("--protocol", "wikitext2", "--context", "8", "--stride", "4")
             (found,) = json_lines("--input", path, *options, "-m", folder)
             assert found["ids"] == expected.ids
@@ -267,6 +271,9 @@ class TestBadInput:
             (["one", "--input", "x.txt"], "Give one of a text, --text-file and --input."),
             (["--text-file", "x.txt", "--input", "x.txt"], "Give one of a text"),
             ([""], "The text is empty"),
+            (["--text-file", os.devnull], "The text is empty"),
+            (["one", "--csv", "no/such/folder/a.csv"], "The folder no/such/folder does not exist"),
+            (["--text-file", __file__, "--text-file", "nowhere"], "nowhere: No such file"),
             (["--input", "nowhere.txt", "--view"], "--view shows one text"),
             (["one", "--protocol", "wikitext2"], "scores one file, which --input names"),
             (["--protocol", "lambada"], "scores one file, which --input names"),
@@ -279,6 +286,28 @@ class TestBadInput:
     )
     def test_one_sentence(self, folder, arguments, message):
         assert message in refused(*arguments, "-m", folder)
+
+    @pytest.mark.parametrize("option", ["--csv", "--out"])
+    @pytest.mark.parametrize("source", ["--text-file", "--input"])
+    def test_an_input_is_not_overwritten(self, folder, tmp_path, source, option):
+        path = tmp_path / "a.jsonl"
+        path.write_text('"one two"\n', encoding="utf-8")
+        (tmp_path / "link.jsonl").symlink_to(path)
+        for output in (path, tmp_path / "link.jsonl"):
+            sentence = refused(source, path, option, output, "--force", "-m", folder)
+            assert "is the input too and would be overwritten" in sentence
+        assert path.read_text(encoding="utf-8") == '"one two"\n'
+
+    def test_a_pipe_among_several_files_is_read_once(self, folder, tmp_path):
+        (tmp_path / "a.txt").write_text("one two", encoding="utf-8")
+        pipe = tmp_path / "pipe"
+        os.mkfifo(pipe)
+        writer = threading.Thread(target=pipe.write_text, args=("one two three",))
+        writer.start()
+        files = ("--text-file", tmp_path / "a.txt", "--text-file", pipe)
+        *rows, _ = json_lines(*files, "-m", folder)
+        writer.join()
+        assert [row["tokens"] for row in rows] == [2, 3]
 
     def test_an_input_without_texts(self, folder, tmp_path):
         (tmp_path / "a.txt").write_text("\n \n")

@@ -20,6 +20,7 @@ from .common import (
     Revision,
     Special,
     Threads,
+    check_output,
     load_language_model,
     note,
     print_json,
@@ -163,6 +164,9 @@ def score(
             "--out, --workers and --engine go with the texts of --input or --text-file, without "
             "--protocol."
         )
+    outputs = [file for file in (csv_file, out) if file is not None]
+    for output in outputs:
+        check_output(output, [*(text_file or ()), *(records or ())])
     if protocol is not None:
         path = protocol_file(protocol, text, text_file, records)
     if protocol == "lambada":
@@ -208,8 +212,8 @@ def score(
     else:
         (file,) = text_file or (None,)
         name, text = str(file or "text"), read_text(text, file, what="text")
-        if not text and file is None:
-            raise ValueError("The text is empty: there is nothing to score.")
+    if not text:
+        raise ValueError("The text is empty: there is nothing to score.")
     lm = load_language_model(*loaded)
     _score_one(lm, name, text, options, as_json, csv_file, view, n_words)
 

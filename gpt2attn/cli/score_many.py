@@ -36,7 +36,7 @@ def score_many(
     from ..corpus import ScoreTexts, run_job
     from ..jobs import ResultFile, job_record
 
-    n_texts = _count(records) + len(text_files)
+    n_texts = _count(records, text_files)
     if not n_texts:
         raise ValueError("The input has no texts to score.")
     with contextlib.ExitStack() as stack:
@@ -51,7 +51,7 @@ def score_many(
                 note(f"{n_done} of {n_texts} records were there; going on after them")
         elif not as_json:
             print(
-                f"{'tokens':>9} {'log-probability':>16} {'perplexity':>12} {'bits/byte':>10}  text"
+                f"{'scored':>9} {'log-probability':>16} {'perplexity':>12} {'bits/byte':>10}  text"
             )
         # On a terminal the lines show the progress, and a bar would be written over them.
         show = stack.enter_context(
@@ -83,11 +83,17 @@ def score_many(
         note(f"{totals.n_texts} texts, {totals.n_tokens} tokens in {path}")
 
 
-def _count(records: Sequence[Path]) -> int:
-    """How many texts there are; a line that holds none is refused here, before the work."""
+def _count(records: Sequence[Path], text_files: Sequence[Path]) -> int:
+    """How many texts there are; a line or a file that holds none is refused here, before the work.
+
+    A pipe among the files can be read only once, and is not read here.
+    """
     from ..records import read_records
 
-    return sum(1 for path in records for _ in read_records(path))
+    for path in text_files:
+        if not path.exists() or path.is_file():
+            read_text(None, path, what="text")
+    return len(text_files) + sum(1 for path in records for _ in read_records(path))
 
 
 def _texts(records: Sequence[Path], text_files: Sequence[Path]) -> Iterator[NamedText]:

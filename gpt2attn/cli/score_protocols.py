@@ -42,7 +42,9 @@ def _lines(path: Path) -> Iterable[str]:
         from ..records import read_records
 
         return (record.text for record in read_records(path))
-    return io.StringIO(read_text(None, path, what="text"), newline="\n")
+    # Windows line ends, of which the published file has none, would be tokens.
+    text = read_text(None, path, what="text").replace("\r\n", "\n")
+    return io.StringIO(text, newline="\n")
 
 
 def lambada(lm: LanguageModel, path: Path, batch_tokens: int, model: str, as_json: bool) -> None:

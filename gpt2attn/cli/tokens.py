@@ -32,6 +32,8 @@ def tokens(
     from ..tokenizer import load_tokenizer
 
     tokenizer = load_tokenizer(model, revision=revision)
+    if ids is not None and (text is not None or text_file is not None or special):
+        raise ValueError("--ids goes with neither a text, --text-file nor --special.")
     if ids is None:
         chosen = tokenizer.encode(read_text(text, text_file, what="text"), special=special)
     else:
@@ -50,7 +52,9 @@ def tokens(
 
 def _parse_ids(text: str) -> list[int]:
     try:
-        return [int(part) for part in text.replace(",", " ").split()]
+        # As --json prints them, too.
+        bare = text.strip().removeprefix("[").removesuffix("]")
+        return [int(part) for part in bare.replace(",", " ").split()]
     except ValueError:
         raise ValueError(
             f"--ids takes whole numbers with commas or spaces between them, not {text!r}."
