@@ -133,6 +133,15 @@ class TestGenerate:
         refused(run("generate", "a", "-m", tmp_path), "config.json")
         assert list(tmp_path.iterdir()) == []
 
+    @pytest.mark.parametrize("text", ["-5 degrees", "-5", "- a list", "--- a title"])
+    def test_a_text_that_begins_with_a_dash(self, folder, text):
+        model = ("-m", folder, "-n", "1")
+        result = run("generate", text, *model)
+        assert result.status == 2
+        assert "A text that begins with a dash goes last, after --" in result.stderr
+        assert run("generate", *model, "--", text).stdout.startswith(text)
+        assert "goes last" not in run("generate", "one", "--nonesuch").stderr
+
     def test_wrong_usage_is_status_2(self, folder):
         for arguments in (["--seed", "x"], ["--device", "tpu"], ["--bogus"], ["-n", "-1"]):
             assert run("generate", "a", "-m", folder, *arguments).status == 2

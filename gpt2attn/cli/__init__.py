@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import errno
 import os
+import re
 import signal
 import sys
 import threading
@@ -122,6 +123,11 @@ def _run(program: Callable[[], object], received: list[int]) -> int:
             for error in _causes(stop):
                 if isinstance(error, KeyboardInterrupt | BrokenPipeError):
                     raise error from None
+                # Not by class: some versions of typer bring their own.
+                if type(error).__name__ == "NoSuchOption" and _looks_like_text(sys.argv[1:]):
+                    note(
+                        "A text that begins with a dash goes last, after --, as in: -- '-5 degrees'"
+                    )
             status = int(stop.code or 0)
         sys.stdout.flush()
         return status
@@ -142,6 +148,11 @@ def _run(program: Callable[[], object], received: list[int]) -> int:
         note(f"error: {sentence}")
         work_failed = isinstance(error, MemoryError | RuntimeError)
         return 1 if work_failed or getattr(error, "errno", None) in _FAILED_WRITES else 2
+
+
+def _looks_like_text(arguments: list[str]) -> bool:
+    """Whether one of them, taken for an option, is rather a text, such as `-5` or `- a list`."""
+    return any(re.match(r"-(\d|-*\s|[^=]*\s)", argument) for argument in arguments)
 
 
 @contextmanager
