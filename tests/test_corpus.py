@@ -129,6 +129,9 @@ class TestScores:
         result = score(folder, source, out, "--bos")
         assert result.status == 2
         assert "another job (it differs in: bos)" in result.stderr
+        result = score(folder, source, out, "--kernels", "auto", "--dtype", "bfloat16")
+        assert result.status == 2
+        assert "another job (it differs in: dtype, kernels)" in result.stderr
 
     @pytest.mark.parametrize(
         ("options", "message"),

@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+from unittest import mock
 
 import pytest
 
@@ -60,6 +61,14 @@ class TestWhole:
                 assert not out.exists()
                 assert list(results.rows()) == ROWS[: number + 1]
                 assert results.n_rows == number + 1
+
+    def test_a_system_may_take_a_few_bytes_at_a_time(self, out):
+        with ResultFile(out, JOB) as results:
+            file = results._file
+            results._file = mock.Mock(wraps=file, write=lambda raw: file.write(raw[:7]))
+            results.append(*ROWS)
+            results._file = file
+        assert read(out) == ROWS
 
     def test_a_number_that_json_does_not_have_is_refused(self, out):
         with ResultFile(out, JOB) as results:

@@ -149,6 +149,14 @@ def test_the_parts_add_up(model: GPT2, layer: int, head: int) -> None:
         torch.testing.assert_close(getattr(trace, name).double(), projected, rtol=1e-5, atol=1e-5)
 
 
+def test_heads_that_do_not_add_up_are_told(model: GPT2) -> None:
+    trace = trace_head(model, IDS, 0, 0)
+    wrong = replace(trace, heads_sum=trace.heads_sum * (1 + 1e-4))
+    assert wrong.heads_sum_error == pytest.approx(1e-4, rel=0.1)
+    assert trace.heads_sum_agrees
+    assert not wrong.heads_sum_agrees
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("length", [6, 64])
 def test_full_size_heads_add_up_and_are_numpys(full_size: Path, length: int) -> None:
