@@ -18,7 +18,7 @@ from .generation import DEFAULT_MAX_NEW_TOKENS, left_padded
 from .hub import Source, resolve
 from .model import GPT2
 from .scoring import Continuation, Score, continuation_logprobs, encode_pair, score_texts
-from .text_generation import Generation, Prompt, Session, TextStream, spellings, start
+from .text_generation import Generation, Prompt, Session, TextStream, start, text_rules
 from .tokenizer import Tokenizer
 from .trace import HeadTrace, trace_head
 
@@ -127,7 +127,7 @@ class LanguageModel:
             early_stopping=early_stopping,
             end_ids=self.model.config.end_ids,
             overflow=overflow,
-            sampling=replace(GREEDY, banned_words=spellings(self.tokenizer, banned_words), **rules),
+            sampling=replace(GREEDY, **text_rules(self, banned_words, rules)),
         )
         return [
             Generation(

@@ -139,16 +139,18 @@ class GPT2(nn.Module):
         if not config.tie_word_embeddings:
             self.lm_head = Table(config.vocab_size, config.n_embd)
         self.compiled: CompiledStep | GraphStep | None = None  # see kernels.use_kernels
-        self.kernels = "torch"  # likewise: what was asked for
+        self.kernels = self.wanted_kernels = "torch"  # likewise: what runs, and was asked for
 
     def _apply(self, *arguments: Any, **options: Any) -> GPT2:
         super()._apply(*arguments, **options)
-        use_kernels(self, self.kernels)  # anew, for the weights where they are now, as they are now
+        use_kernels(
+            self, self.wanted_kernels
+        )  # anew, for the weights where they are now, as they are now
         return self
 
     def load_state_dict(self, *arguments: Any, **options: Any) -> Any:
         result = super().load_state_dict(*arguments, **options)
-        use_kernels(self, self.kernels)
+        use_kernels(self, self.wanted_kernels)
         return result
 
     def __getstate__(self) -> dict[str, Any]:
@@ -157,7 +159,7 @@ class GPT2(nn.Module):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
-        use_kernels(self, self.kernels)
+        use_kernels(self, self.wanted_kernels)
 
     @property
     def dtype(self) -> torch.dtype:

@@ -6,7 +6,7 @@ within a character, and its attention maps if they are asked for.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -308,7 +308,7 @@ def start(
         raise ValueError(
             f"top_logprobs must be a whole number from 0 up (0 is off), not {top_logprobs!r}."
         )
-    sampling = Sampling(banned_words=spellings(lm.tokenizer, banned_words), **options)
+    sampling = Sampling(**text_rules(lm, banned_words, options))
     seed = new_seed() if seed is None else seed
     rows = [
         Row(
@@ -337,6 +337,20 @@ def start(
         lookup=lookup,
     )
     return Run(lm, text_rows, steps, recorder, overflow == "slide")
+
+
+def text_rules(
+    lm: LanguageModel, banned_words: str | Sequence[str], options: Mapping[str, Any]
+) -> dict[str, Any]:
+    """The arguments of `Sampling` for text: words as ids, and only tokens that have a text.
+
+    A padded vocabulary has rows beyond the tokenizer's ids, which no training made unlikely.
+    """
+    rules = {**options, "banned_words": spellings(lm.tokenizer, banned_words)}
+    beyond = range(lm.tokenizer.vocab_size, lm.model.config.vocab_size)
+    if unnamed := [id for id in beyond if id not in lm.model.config.end_ids]:
+        rules["banned_ids"] = (*options.get("banned_ids", ()), *unnamed)
+    return rules
 
 
 def spellings(tokenizer: Tokenizer, words: str | Sequence[str]) -> list[list[int]]:

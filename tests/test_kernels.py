@@ -547,6 +547,11 @@ class TestWhereItDoesNotFit:
         expected = load_model(tiny_folder, dtype=torch.float64)(random_ids(1, 3))
         torch.testing.assert_close(fast(random_ids(1, 3)), expected, rtol=0, atol=1e-12)
 
+    def test_a_cast_and_back_gets_it_again(self, tiny_folder):
+        _, fast = both(tiny_folder)
+        assert fast.double().kernels == "torch"
+        assert fast.float().kernels == "auto"
+
     def test_weights_changed_in_place_are_seen(self, tiny_folder):
         torch_model, fast = both(tiny_folder)
         for model in (torch_model, fast):

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from checkpoints import write_checkpoint
 
 import gpt2attn
 from gpt2attn import LanguageModel, Tokenizer, generation, load_model
@@ -32,6 +33,22 @@ def script(monkeypatch):
         monkeypatch.setattr(generation, "choose", scripted)
 
     return choose_these
+
+
+def test_rows_that_no_token_owns_are_not_chosen(tmp_path):
+    lm = LanguageModel(
+        load_model(write_checkpoint(tmp_path, {"vocab_size": 50304})), Tokenizer.gpt2()
+    )
+    lm.model.wte.weight.data[50257:] *= 50  # now some of them are the likeliest after any token
+    assert int(lm.model.last_logits([lm.encode("Hello")]).argmax()) > END
+    drawn = lm.generate(["Hello", "And"], 6, seed=1, temperature=3.0, banned_ids=[0])
+    greedy = lm.generate("Hello", 6, temperature=0, top_logprobs=2)
+    beams = lm.beam_search("Hello", 6, num_beams=2, num_return=2)
+    for result in (*drawn, greedy, *beams):
+        assert result.ids
+        assert all(0 < id <= END for id in result.ids)
+        assert result.text == lm.tokenizer.decode(result.ids)
+    assert greedy.top_logprobs[0][0][0] > END  # the model's own, as every log-probability is
 
 
 class TestSteps:

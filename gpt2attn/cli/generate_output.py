@@ -7,6 +7,7 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 from .common import print_json, write
+from .tables import token_label
 
 if TYPE_CHECKING:
     from ..language_model import LanguageModel
@@ -90,7 +91,7 @@ def _top(lm: LanguageModel, pairs: list[tuple[int, float]]) -> list[dict[str, An
     return [
         {
             "id": id,
-            "label": lm.tokenizer.label(id),
+            "label": token_label(lm.tokenizer, id),
             "logprob": logprob if logprob > float("-inf") else None,
         }
         for id, logprob in pairs

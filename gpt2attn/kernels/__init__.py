@@ -31,7 +31,7 @@ def use_kernels(model: GPT2, name: str) -> str:
     """
     if name not in KERNELS:
         raise ValueError(f"kernels must be one of {', '.join(KERNELS)}, not {name!r}.")
-    model.compiled, in_use = None, "torch"
+    model.compiled, model.wanted_kernels, in_use = None, name, "torch"
     if name == "auto" and model.device.type == "cuda":
         from .cuda import GraphStep
 
