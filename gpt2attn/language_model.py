@@ -8,6 +8,7 @@ from dataclasses import replace
 from functools import cached_property
 from typing import Any, cast, overload
 
+import numpy as np
 import torch
 
 from .beam import GREEDY, beam_search
@@ -216,15 +217,15 @@ class LanguageModel:
         )
 
     def encode(self, prompt: Prompt, *, special: bool = False) -> list[int]:
-        """Token ids of a prompt that is text or ids already."""
+        """Token ids of a prompt that is text or ids already, in a list, an array or a tensor."""
         if isinstance(prompt, str):
             return self.tokenizer.encode(prompt, special=special)
+        _check_kind(prompt)
         ids = [whole_number(id) for id in prompt]
-        if isinstance(prompt, bytes) or None in ids:
-            bad = prompt if isinstance(prompt, bytes) else prompt[ids.index(None)]
+        if None in ids:
             raise ValueError(
                 "A prompt is a text or one row of token ids, whole numbers, not of the type "
-                f"{type(bad).__name__}."
+                f"{type(prompt[ids.index(None)]).__name__}."
             )
         return cast(list[int], ids)
 
@@ -236,18 +237,19 @@ class LanguageModel:
 
 def _prompts(prompt: Prompt | Sequence[Prompt]) -> list[Prompt] | None:
     """The prompts if `prompt` is several, None if it is one text or one row of ids."""
-    if isinstance(prompt, str) or not len(prompt) or not _has_length(prompt[0]):
+    if isinstance(prompt, str):
+        return None
+    _check_kind(prompt)
+    if not len(prompt) or (np.ndim(cast(Any, prompt[0])) == 0 and not isinstance(prompt[0], str)):
         return None
     return list(cast(Sequence[Prompt], prompt))
 
 
-def _has_length(value: Any) -> bool:
-    """Whether `value` is a text or a row of ids, and not one id, of whatever library."""
-    try:
-        len(value)
-    except TypeError:
-        return False
-    return True
+def _check_kind(prompt: object) -> None:
+    # The bytes of a text would pass for ids.
+    is_row = isinstance(prompt, Sequence | torch.Tensor | np.ndarray)
+    if not is_row or isinstance(prompt, bytes | bytearray):
+        raise ValueError(f"A prompt is text or token ids, not {type(prompt).__name__}.")
 
 
 def load(

@@ -193,7 +193,7 @@ class TestLanguageModel:
 
     @pytest.mark.parametrize(
         ("prompt", "kind"),
-        [([1.0, 2.0], "float"), (b"one", "bytes"), (torch.tensor([[1, 2], [3, 4]]), "Tensor")],
+        [([1.0, 2.0], "float"), (torch.tensor([[1, 2], [3, 4]]), "Tensor")],
     )
     def test_what_is_no_prompt_is_named(self, lm, prompt, kind):
         with pytest.raises(ValueError, match=f"one row of token ids, .* of the type {kind}"):

@@ -1,5 +1,6 @@
 """Streams, steps and sessions: the text of a run, piece by piece and turn by turn."""
 
+import numpy as np
 import pytest
 import torch
 from checkpoints import write_checkpoint
@@ -228,3 +229,23 @@ def test_progress_counts_every_new_token(lm):
     results = lm.generate(["Once", "The king said"], 7, seed=1, progress=counts.append)
     assert sum(counts) == sum(len(result.ids) for result in results)
     assert len(counts) == 7
+
+
+@pytest.mark.parametrize("kind", [tuple, np.array, torch.tensor, lambda ids: list(np.array(ids))])
+def test_ids_may_be_arrays_and_tensors(lm, kind):
+    ids = [464, 3290]
+    result = lm.generate(kind(ids), 2, temperature=0)
+    assert result == lm.generate(ids, 2, temperature=0, seed=result.seed)
+    assert {type(id) for id in result.prompt_ids} == {int}
+    assert lm.attention(kind(ids)).ids == [ids]
+    assert lm.score(kind(ids)).ids == ids
+    (one,) = lm.generate(kind([ids]), 2, temperature=0, seed=result.seed)
+    assert one == result
+
+
+@pytest.mark.parametrize("prompt", [b"bytes", None, 5, {"text": "one"}])
+@pytest.mark.parametrize("name", ["generate", "stream", "session", "attention", "score"])
+def test_what_is_neither_text_nor_ids_is_refused(lm, name, prompt):
+    kind = type(prompt).__name__
+    with pytest.raises(ValueError, match=f"A prompt is text or token ids, not {kind}"):
+        getattr(lm, name)(prompt)
