@@ -14,10 +14,9 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-# Far above what a GPT-2 needs (48 layers: 60 kB of header, 70 kB of shard index), and low enough
-# that no text within it, parsed, takes more than 50 MB (header) or 200 MB (JSON).
-HEADER_LIMIT = 1_000_000
-JSON_LIMIT = 4_000_000
+# Of a config, a shard index or a header: far above what a GPT-2 needs (48 layers: 60 kB of header,
+# 70 kB of index), and low enough that no text within it, parsed, takes more than 50 MB.
+JSON_LIMIT = 1_000_000
 MAX_LISTED = 8
 LONGEST_MESSAGE = 2_000
 HTML = (b"<!doctype", b"<!--", b"<html", b"<head", b"<body", b"<?xml")
@@ -91,12 +90,12 @@ def check_header(path: Path) -> None:
         start = file.read(512)
         _refuse_placeholder(path, start)
         length = int.from_bytes(start[:8], "little")
-        if size >= 8 and length > HEADER_LIMIT:
+        if size >= 8 and length > JSON_LIMIT:
             if start.startswith((b"PK\x03\x04", b"\x80")):
                 raise ValueError(f"{path} is a pickle, not safetensors, and is not opened.")
             raise ValueError(
                 f"{path} ({size:,} bytes) is not safetensors: its header would have {length:,} "
-                f"bytes, and that of a GPT-2 has less than {HEADER_LIMIT:,}."
+                f"bytes, and that of a GPT-2 has less than {JSON_LIMIT:,}."
             )
         if size < 8 + length:
             raise ValueError(

@@ -36,7 +36,7 @@ from gpt2attn.config import ACTIVATIONS, ConfigError, GPT2Config
 from gpt2attn.kernels import KERNELS
 from gpt2attn.model import GPT2
 from gpt2attn.tokenizer import Tokenizer
-from gpt2attn.untrusted import HEADER_LIMIT, check_header, listed
+from gpt2attn.untrusted import JSON_LIMIT, check_header, listed
 
 IDS = torch.tensor([[5, 60, 3, 66, 0, 17, 17, 2], [1, 1, 40, 9, 33, 8, 64, 21]])
 Tensors = dict[str, Tensor]
@@ -705,7 +705,7 @@ MALFORMED = {
     "length 2^64 - 1": safetensors_bytes(b"{}", length=2**64 - 1),
     "length past the end": safetensors_bytes({"a": GOOD}, bytes(16), length=5000),
     "length 0": safetensors_bytes(b"", bytes(16)),
-    "header over the limit": safetensors_bytes(b" " * HEADER_LIMIT + b"{}"),
+    "header over the limit": safetensors_bytes(b" " * JSON_LIMIT + b"{}"),
     "list": safetensors_bytes([1]),
     "not UTF-8": safetensors_bytes(b'{"\xff\xfe": 1}'),
     "no JSON": safetensors_bytes(b"{'a'}"),

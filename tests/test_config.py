@@ -225,7 +225,7 @@ def test_d24_special_ids() -> None:
         (b'{"n_head": 4, "n_head": 8}', "the key 'n_head' stands there twice"),
         (b'{"n_head": ' + b"9" * 5000 + b"}", "is not valid JSON"),
         (b'{"a":' * 100_000, "is not valid JSON"),
-        (b'{"a": "' + b"x" * 4_000_000 + b'"}', "has more than 4,000,000 bytes"),
+        (b'{"a": "' + b"x" * 1_000_000 + b'"}', "has more than 1,000,000 bytes"),
     ],
 )
 def test_d34_files_that_are_no_config(tmp_path: Path, raw: bytes, message: str) -> None:
