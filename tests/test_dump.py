@@ -175,6 +175,12 @@ class TestStreaming:
         with safe_open(path, "np") as file:
             assert file.get_tensor("weights").nbytes == n_bytes
 
+    @pytest.mark.parametrize("name", ["m", "mm"])
+    def test_the_numbers_start_at_a_multiple_of_8(self, model, tmp_path, name):
+        path = tmp_path / "m.safetensors"
+        dump_attention(model, [1, 2, 3], path, metadata={"model": name})
+        assert int.from_bytes(path.read_bytes()[:8], "little") % 8 == 0
+
     def test_a_failure_leaves_nothing_behind(self, model, tmp_path):
         class FullError(Exception):
             pass

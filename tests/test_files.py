@@ -191,3 +191,14 @@ def test_a_folder_that_may_not_be_written(folder: Path, unwritable: Path) -> Non
     with pytest.raises(OSError, match=f"cannot save the model in {unwritable}: {words}"):
         save_model(load_model(folder), unwritable)
     assert names(unwritable) == []
+
+
+def test_a_file_is_as_open_as_the_umask_says(tmp_path: Path) -> None:
+    """safetensors alone makes files that only their owner can read."""
+    path = tmp_path / "a.safetensors"
+    before = os.umask(0o027)
+    try:
+        save_tensors({"a": torch.zeros(3)}, path, {})
+    finally:
+        os.umask(before)
+    assert stat.S_IMODE(path.stat().st_mode) == 0o640
