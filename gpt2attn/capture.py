@@ -300,7 +300,7 @@ def attention_maps(
     rows = ids.tolist()
     if attention_mask is not None:
         mask = torch.as_tensor(attention_mask)
-        if mask.dim() == 2 and (mask.diff(dim=1) < 0).any():
+        if mask.dim() == 2 and (mask.int().diff(dim=1) < 0).any():
             raise ValueError("attention_mask must have its padding (0) on the left of each row.")
         rows = [row[len(row) - int(n) :] for row, n in zip(rows, mask.sum(1), strict=True)]
     recorder = Recorder(model, *ids.shape, layers=layers, heads=heads, stages=stages, dtype=dtype)

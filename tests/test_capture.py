@@ -136,9 +136,11 @@ class TestPadding:
             assert (block[..., :pads, :] == 0).all()
             assert (block[..., :pads] == 0).all()
 
-    def test_right_padding_is_refused(self, model):
+    @pytest.mark.parametrize("dtype", [torch.bool, torch.uint8, torch.long, torch.float32])
+    def test_right_padding_is_refused(self, model, dtype):
+        mask = torch.tensor([[1, 1, 0]], dtype=dtype)
         with pytest.raises(ValueError, match="padding \\(0\\) on the left"):
-            attention_maps(model, [[1, 2, 0]], attention_mask=torch.tensor([[1, 1, 0]]))
+            attention_maps(model, [[1, 2, 0]], attention_mask=mask)
 
     def test_indexing_counts_from_both_ends_and_stops(self, model):
         maps = attention_maps(model, [[1, 2], [3, 4]])
