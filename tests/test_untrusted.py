@@ -56,6 +56,15 @@ class TestLocalFile:
             with pytest.raises(ValueError, match="outside the model's folder"):
                 local_file(snapshot, name)
 
+    def test_blobs_beside_another_folder_are_not_the_caches(self, tmp_path: Path) -> None:
+        folder = tmp_path / "models" / "mine" / "0123"
+        folder.mkdir(parents=True)
+        (tmp_path / "models" / "blobs").mkdir()
+        (tmp_path / "models" / "blobs" / "1").write_text("x")
+        (folder / "config.json").symlink_to("../../blobs/1")
+        with pytest.raises(ValueError, match="outside the model's folder"):
+            local_file(folder, "config.json")
+
     def test_blobs_that_are_themselves_a_link_are_not_the_caches(self, tmp_path: Path) -> None:
         snapshot = tmp_path / "evil" / "snapshots" / "0123"
         snapshot.mkdir(parents=True)
