@@ -54,6 +54,11 @@ def test_several_heads_at_once_and_negative_numbers(model):
     assert torch.equal(edited, model(IDS, edit=set_heads(model, [(0, 1), (-1, -1)])))
 
 
+def test_a_chain_keeps_its_order(model):
+    first, second = set_block(model, 1, 1.0), set_block(model, 1, 2.0)
+    assert torch.equal(model(IDS, edit=chain(first, second)), model(IDS, edit=second))
+
+
 def test_mean_ablation_puts_the_mean_in_the_heads_place(tiny_folder, model):
     mean = mean_head_output(model, IDS, 1, 2)
     assert mean.shape == (D,)
