@@ -163,12 +163,6 @@ class GPT2Config:
         ids = eos if isinstance(eos, tuple) else () if eos is None else (eos,)
         return tuple(id for id in ids if 0 <= id < self.vocab_size)
 
-    @property
-    def begin_id(self) -> int | None:
-        """The beginning-of-text id, if the vocabulary has it."""
-        bos = self.bos_token_id
-        return bos if bos is not None and 0 <= bos < self.vocab_size else None
-
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> GPT2Config:
         """The config that a config.json's keys describe; raises ConfigError naming a bad key."""

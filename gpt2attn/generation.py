@@ -456,9 +456,8 @@ class StopStrings:
     prompt.
     """
 
-    def __init__(self, stops: Sequence[str] = ()) -> None:
-        if isinstance(stops, str):
-            stops = (stops,)
+    def __init__(self, stops: str | Sequence[str] | None = ()) -> None:
+        stops = (stops,) if isinstance(stops, str) else stops or ()
         if any(not isinstance(stop, str) or not stop for stop in stops):
             raise ValueError("A stop string must be text of at least one character.")
         self._stops = tuple(stops)

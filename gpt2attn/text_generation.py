@@ -287,7 +287,7 @@ def start(
     max_new_tokens: int,
     *,
     seed: int | None = None,
-    stop: str | Sequence[str] = (),
+    stop: str | Sequence[str] | None = (),
     banned_words: str | Sequence[str] = (),
     special: bool = False,
     overflow: str = "stop",

@@ -207,8 +207,6 @@ def test_d24_special_ids() -> None:
             config = GPT2Config.from_dict({**values, "eos_token_id": outside})
         assert config.end_ids == ()
         assert config.eos_token_id == outside  # kept, so that saving changes nothing
-    assert GPT2Config(vocab_size=64, bos_token_id=64, eos_token_id=0).begin_id is None
-    assert GPT2Config(vocab_size=64, bos_token_id=63, eos_token_id=0).begin_id == 63
 
 
 @pytest.mark.parametrize(
@@ -242,10 +240,10 @@ def test_a_byte_order_mark_is_no_obstacle(tmp_path: Path) -> None:
     assert GPT2Config.from_file(write(tmp_path, b'\xef\xbb\xbf{"n_layer": 2}')).n_layer == 2
 
 
-def test_a_hundred_thousand_unknown_keys_take_no_time(tmp_path: Path) -> None:
-    path = write(tmp_path, {f"n_layer{number}": 1 for number in range(100_000)})
+def test_as_many_unknown_keys_as_a_file_may_hold_take_no_time(tmp_path: Path) -> None:
+    path = write(tmp_path, {f"n_layer{number}": 1 for number in range(50_000)})
     start = time.process_time()
-    with pytest.warns(UserWarning, match="and 99,980 more"):
+    with pytest.warns(UserWarning, match="and 49,980 more"):
         GPT2Config.from_file(path)
     assert time.process_time() - start < 5
 

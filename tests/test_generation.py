@@ -228,3 +228,4 @@ class TestStopStrings:
 
     def test_one_string_is_one_stop_not_its_letters(self):
         assert StopStrings("ab").push("xaybab") == "xayb"
+        assert StopStrings(None).push("xaybab") == "xaybab"
