@@ -124,9 +124,11 @@ def _run(program: Callable[[], object], received: list[int]) -> int:
                 if isinstance(error, KeyboardInterrupt | BrokenPipeError):
                     raise error from None
                 # Not by class: some versions of typer bring their own.
-                if type(error).__name__ == "NoSuchOption" and _looks_like_text(sys.argv[1:]):
+                unknown = getattr(error, "option_name", None)
+                if type(error).__name__ == "NoSuchOption" and unknown and _is_of_text(unknown):
                     note(
-                        "A text that begins with a dash goes last, after --, as in: -- '-5 degrees'"
+                        "error: a text that begins with a dash goes last, after --, as in: "
+                        "-- '-5 degrees'"
                     )
             status = int(stop.code or 0)
         sys.stdout.flush()
@@ -150,9 +152,10 @@ def _run(program: Callable[[], object], received: list[int]) -> int:
         return 1 if work_failed or getattr(error, "errno", None) in _FAILED_WRITES else 2
 
 
-def _looks_like_text(arguments: list[str]) -> bool:
-    """Whether one of them, taken for an option, is rather a text, such as `-5` or `- a list`."""
-    return any(re.match(r"-(\d|-*\s|[^=]*\s)", argument) for argument in arguments)
+def _is_of_text(option: str) -> bool:
+    """Whether what was taken for an option begins a text, such as `-5` or `- a list`."""
+    texts = (one for one in sys.argv[1:] if re.match(r"-(\d|-*\s|[^=]*\s)", one))
+    return any(text.startswith(option) for text in texts)
 
 
 @contextmanager
