@@ -146,6 +146,8 @@ class GPT2Config:
             object.__setattr__(self, "eos_token_id", tuple(eos))
         for id in eos if isinstance(eos, list | tuple) else (eos,):
             _check_special_id("eos_token_id", id)
+        if isinstance(eos, list | tuple) and None in eos:
+            raise ConfigError("eos_token_id must be a token id or a list of them, without null.")
 
     @property
     def head_dim(self) -> int:

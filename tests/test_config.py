@@ -202,6 +202,8 @@ def test_d24_special_ids() -> None:
     values = {"vocab_size": 64, "bos_token_id": None}
     assert GPT2Config.from_dict({**values, "eos_token_id": None}).end_ids == ()
     assert GPT2Config.from_dict({**values, "eos_token_id": [0, 5]}).end_ids == (0, 5)
+    with pytest.raises(ConfigError, match="without null"):
+        GPT2Config.from_dict({**values, "eos_token_id": [0, None]})
     for outside in (64, 50256, -1):
         with pytest.warns(UserWarning, match=f"eos_token_id {outside} is outside the vocabulary"):
             config = GPT2Config.from_dict({**values, "eos_token_id": outside})
