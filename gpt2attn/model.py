@@ -143,9 +143,7 @@ class GPT2(nn.Module):
 
     def _apply(self, *arguments: Any, **options: Any) -> GPT2:
         super()._apply(*arguments, **options)
-        use_kernels(
-            self, self.wanted_kernels
-        )  # anew, for the weights where they are now, as they are now
+        use_kernels(self, self.wanted_kernels)  # for the weights where and as they are now
         return self
 
     def load_state_dict(self, *arguments: Any, **options: Any) -> Any:

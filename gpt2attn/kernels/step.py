@@ -180,8 +180,9 @@ class CompiledStep:
         return self._decode.unembed(x)
 
     def _wants_gradient(self, x: Tensor) -> bool:
-        wanted = (x, *self._parameters)
-        return torch.is_grad_enabled() and any(tensor.requires_grad for tensor in wanted)
+        if not torch.is_grad_enabled():
+            return False
+        return any(tensor.requires_grad for tensor in (x, *self._parameters))
 
     def _is_decoding(self, x: Tensor, cache: KVCache | None) -> bool:
         few = x.shape[:-1].numel() <= self._max_rows
